@@ -16,14 +16,14 @@ import torch
 import xxhash
 from PIL import Image
 
-from mmvllm.arguments import check_int
+from mmvllm.arguments import check_int, is_number
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
-from mmvllm.text import load_json
+from mmvllm.text import beginning_of, load_json, printable, shown
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
@@ -41,6 +41,7 @@ STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
 _SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
 # Settings with one supported value.
+_LARGEST = 1e6  # of what pixels are normalised with
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
 
@@ -64,6 +65,8 @@ class ImageProcessorConfig:
         for name in ("min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size"):
             check_int(name, getattr(self, name))
         check_bounds(self.min_pixels, self.max_pixels)
+        if not is_number(self.rescale_factor) or not 1 / _LARGEST <= self.rescale_factor <= _LARGEST:
+            raise ValueError(f"rescale_factor is {shown(self.rescale_factor, 60)}, must be above 0, such as 1 / 255")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, defaults: Config) -> Config:
@@ -79,10 +82,10 @@ class ImageProcessorConfig:
         try:
             for name, value in _FIXED.items():
                 if raw.get(name) not in (value, None):
-                    raise ValueError(f"{name} is {raw[name]!r}, mmvllm supports only {value!r}")
+                    raise ValueError(f"{name} is {shown(raw[name])}, mmvllm supports only {value!r}")
             return replace(defaults, **_known_settings(cls, raw))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{path}: {beginning_of(printable(str(error)), 1000)}") from error
 
     @property
     def factor(self) -> int:
@@ -149,10 +152,10 @@ def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
     for name in ("image_mean", "image_std"):
         if name in found:  # one number stands for all three channels
             values = np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3)
-            if not np.isfinite(values).all() or (name == "image_std" and not (values > 0).all()):
-                raise ValueError(
-                    f"{name} is {raw[name]!r:.60}, must be finite numbers{', above 0' * (name[-3:] == 'std')}"
-                )
+            least = 1 / _LARGEST if name == "image_std" else -_LARGEST
+            if not ((least <= values) & (values <= _LARGEST)).all():
+                must = f"must be finite numbers{', above 0' * (name == 'image_std')}, at most {_LARGEST:g}"
+                raise ValueError(f"{name} is {shown(raw[name], 60)}, {must}")
             found[name] = tuple(values.tolist())
     return found
 

@@ -20,7 +20,7 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import parse_json, printable
+from mmvllm.text import beginning_of, parse_json, printable
 from mmvllm.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -29,6 +29,7 @@ LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 64 * 1024 * 1024  # of an answer
 MAX_NAME = 512  # characters, of a model
+MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -125,7 +126,7 @@ class Endpoint:
             raise ArgumentError(
                 "{endpoint} has no model {model!r}; it has {names}",
                 model=model,
-                names=self._hidden(", ".join(names[:20])),
+                names=beginning_of(printable(self._hidden(", ".join(names[:20]))), MAX_SHOWN),
             )
         name = model or names[0]
         if not name.isprintable() or len(name) > MAX_NAME or self._hidden(name) != name:
@@ -215,7 +216,7 @@ class Endpoint:
         try:
             choices, usage = answer["choices"], answer.get("usage") or {}
             texts = [choice["message"].get("content") for choice in choices]
-            reasons = [self._hidden(str(choice.get("finish_reason") or "stop")) for choice in choices]
+            reasons = [self._hidden(str(choice.get("finish_reason") or "stop"))[:100] for choice in choices]
             num_tokens, num_prompt_tokens = _count(usage, "completion_tokens"), _count(usage, "prompt_tokens")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise _TryAgain("its answer is not a chat completion") from None
@@ -223,7 +224,7 @@ class Endpoint:
             raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
         for text, reason in zip(texts, reasons, strict=True):
             if not isinstance(text, str):
-                raise RequestError(f"the endpoint gave no text; the reason is {reason[:100]!r}")
+                raise RequestError(f"the endpoint gave no text; the reason is {reason!r}")
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
             CompletionOutput(

@@ -9,6 +9,7 @@ from typing import Any
 
 from mmvllm.captioning.tars import TarMember
 
+MAX_PATH = 4096  # characters, more than systems allow; what is longer is no file
 _NO_FILE = re.compile(r"(https?|file|data):", re.IGNORECASE)
 
 
@@ -88,7 +89,7 @@ def part_of_key(start: float) -> str:
 
 def real_name(path: str) -> str:
     """The path with the real path of its folder; URLs, "-:12" (standard input) and impossible paths are unchanged."""
-    if _NO_FILE.match(path) or path.startswith("-:"):
+    if len(path) > MAX_PATH or _NO_FILE.match(path) or path.startswith("-:"):
         return path
     try:
         return os.path.join(real_folder(os.path.dirname(path), os.getcwd()), os.path.basename(path))

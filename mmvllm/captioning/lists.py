@@ -14,6 +14,7 @@ from mmvllm.text import parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
+MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
     **dict.fromkeys(("image", "video", "prompt", "context"), _STRING),
@@ -34,10 +35,22 @@ def in_list(path: str) -> Iterator[Item]:
     item = _json_item if path.lower().endswith(".jsonl") else _text_item
     folder, stem = os.path.dirname(path), "stdin" if path == "-" else PurePath(path).stem
     with _open_stdin() if path == "-" else open_list(path) as file:
-        for number, text in enumerate(file, 1):
+        for number, text in enumerate(_lines(file), 1):
+            if len(text) > MAX_LINE_BYTES:
+                relative = relative_path(f"{stem}-{number}")
+                yield Item(f"{path}:{number}", relative, None, error=f"has more than {MAX_LINE_BYTES >> 20} MiB")
+                continue
             text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
             if text.strip():
                 yield item(_Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}")))
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a list; of one that is too long, which may have no end, the beginning."""
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        yield text
+        while len(text) > MAX_LINE_BYTES and not text.endswith(b"\n"):
+            text = file.readline(MAX_LINE_BYTES + 1)
 
 
 def _open_stdin() -> BinaryIO:

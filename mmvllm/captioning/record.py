@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.several import LIST
 from mmvllm.text import parse_json
 
@@ -47,6 +48,17 @@ def as_line(record: dict) -> str:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
+def fitting(record: dict) -> dict:
+    """The record; or, where its line would be too long to be read again, a failed one with cut texts."""
+    if (size := len(as_line(record).encode())) < MAX_LINE_BYTES:
+        return record
+    cut = {name: value[:1000] if isinstance(value, str) else value for name, value in record.items()}
+    nothing = {LIST: []} if LIST in record else {}
+    nothing |= {name: None for name in ("caption", "boxes", "file", OBJECT) if name in record}
+    error = f"its record would have {size} bytes, more than {MAX_LINE_BYTES}; shorten the prompt or the caption"
+    return cut | nothing | {"error": error, "finish_reason": "error"}
+
+
 def parse_record(line: bytes) -> dict | None:
     """The record in a line; None if there is none, or if a field has a value of another type than jobs write."""
     try:
@@ -79,8 +91,8 @@ def _has_types(record: dict) -> bool:
 
 
 def _is_a(value: Any, kind: type) -> bool:
-    if isinstance(value, int) and kind in (int, float):
-        return not isinstance(value, bool) and abs(value) < 2**63  # as columns of tables have it
+    if isinstance(value, int) and kind in (int, float):  # as columns of tables have it
+        return not isinstance(value, bool) and abs(value) <= (2**63 - 1 if kind is int else 2**53)
     return isinstance(value, kind)
 
 

@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
+from mmvllm.captioning.items import MAX_PATH
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import check_regular, replacing
 from mmvllm.captioning.several import LIST, shown_captions
@@ -239,6 +240,8 @@ def _path(record: dict) -> str:
 
 
 def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> Source | None:
+    if len(path) > MAX_PATH:
+        return path
     if os.path.isfile(path):
         return str(Path(path).absolute())  # also with a name such as "~a.jpg" or "data:a.jpg"
     for match in re.finditer(r"\.tar/", path, re.IGNORECASE):

@@ -59,24 +59,29 @@ class Restorer:
         self._report()
 
     def _own_records(self) -> Iterator[dict]:
-        return (record for record in self._journal.records() if record["file"] and self._journal.is_own(record))
+        records = self._journal.records()
+        return (one for one in records if one["file"] and one["error"] is None and self._journal.is_own(one))
 
     def _path(self, record: dict) -> Path | None:
-        """Where the file of a record belongs; None if its image is not at the recorded path, seen from here."""
-        path = Path(record["file"])
+        """Where the file of a record belongs; None if its image is not at the recorded path, seen from here.
+
+        An output may come from others, with the images: it must not say which files are written.
+        """
+        path, image = Path(record["file"]), Path(os.path.expanduser(record["path"]))
+        if not self._files.is_name_for(path.name, image.name) or not os.path.lexists(image):
+            return None
         if self._files.output_dir is not None:
             # The folder may have been typed in another way then, from another working directory.
             made_with = self._journal.made_with.known.get(record["settings"], {})
             folder = output_dir_of(made_with.get("caption_files"))
-            is_inside = folder is not None and path.is_relative_to(folder)
-            inside = path.relative_to(folder) if is_inside else None
-            return None if inside is None or ".." in inside.parts else self._files.output_dir / inside
-        image = Path(os.path.expanduser(record["path"]))
+            if folder is None or not path.is_relative_to(folder):
+                return None
+            inside = path.relative_to(folder)
+            is_hidden = any(part.startswith(".") for part in inside.parts)  # also ".."
+            return None if is_hidden else self._files.output_dir / inside
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
-        # An output may come from others, with the images: it must not say which files are written.
         is_beside = path.parent in (image.parent, Path(record["path"]).parent)
-        is_of_image = is_beside and self._files.is_name_for(path.name, image.name)
-        return path if is_from_here and is_of_image and os.path.lexists(image) else None
+        return path if is_from_here and is_beside else None
 
     def _restore(self, record: dict, path: Path) -> bool:
         """Write the file if it is missing or empty; returns whether it was written."""

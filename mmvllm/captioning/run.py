@@ -20,6 +20,7 @@ from mmvllm.captioning.output import Output
 from mmvllm.captioning.process_source import ProcessSource
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.ray_options import RayOptions
+from mmvllm.captioning.record import fitting
 from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.captioning.worklist import Selection, Worklist
@@ -314,7 +315,7 @@ def _recorded(
 ) -> Iterator[dict]:
     # Not a method of CaptionRun: a reference cycle would keep a run that is no longer used, and its lock, alive.
     output.begin()
-    for record in source.records(worklist, worklist.index):
+    for record in map(fitting, source.records(worklist, worklist.index)):
         _write(record, worklist, output)
         progress.add(record)
         progress.engine_wait_share = source.engine_wait_share

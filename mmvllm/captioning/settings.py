@@ -20,7 +20,7 @@ from mmvllm.errors import ArgumentError
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.processors.template_kwargs import check_template_kwargs
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import MAX_COMPLETIONS, SamplingParams
 
 # Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
 BESIDE_IMAGES = "beside the pictures"
@@ -122,6 +122,9 @@ class CaptionSettings:
         object.__setattr__(self, "prompts", prompts if len(prompts) > 1 else None)
 
     def _check_n(self) -> None:
+        if self.n * self.num_prompts > MAX_COMPLETIONS:
+            number = self.n * self.num_prompts
+            raise ArgumentError(f"{{n}} and {{prompts}} make {number} captions of an image, at most {MAX_COMPLETIONS}")
         if self.n > 1 and self.temperature == 0 and self.beam_width is None:
             raise ArgumentError(
                 "{n} is {value}, but greedy captions would all be equal: give a {temperature}", value=self.n

@@ -71,6 +71,7 @@ class SettingsFile:
     def write(self, settings: CaptionSettings) -> None:
         """Add these settings and the working directory, and replace the file."""
         self.known[settings.fingerprint] = dataclasses.asdict(settings)
+        self.known = dict([*self.known.items()][-MAX_SETTINGS:])
         if os.getcwd() not in self.folders:
             self.folders.append(os.getcwd())
         content = {"version": VERSION, "folders": self.folders, "settings": self.known}
@@ -88,20 +89,20 @@ class SettingsFile:
                 "{path} was written by a later version of mmvllm (format {version}, this one reads formats 1 to "
                 "{last}); update mmvllm, or choose another {output}",
                 path=self.path,
-                version=version,
+                version=beginning_of(printable(str(version)), 100),
                 last=VERSION,
             )
         if len(known) > MAX_SETTINGS:
             raise ValueError(f"it has {len(known)} settings, at most {MAX_SETTINGS} are allowed")
         if not all(isinstance(folder, str) for folder in folders):
             raise ValueError("a folder is not text")
-        for values in known.values():
-            _check(values)
+        if sum(map(_num_captions, known.values())) > MAX_COMPLETIONS:
+            raise ValueError(f"its settings make more than {MAX_COMPLETIONS} captions of an image")
         return known, folders[-MAX_FOLDERS:]
 
 
-def _check(values: Any) -> None:
-    """Raise ValueError for settings whose values are not of the types that other modules use."""
+def _num_captions(values: Any) -> int:
+    """How many captions of an image settings make; raises ValueError where values are not of the types in use."""
     if not isinstance(values, dict):
         raise ValueError("settings are not an object")
     if not isinstance(values.get("caption_files", ""), str | None):
@@ -109,8 +110,9 @@ def _check(values: Any) -> None:
     prompts, n = values.get("prompts") or [], values.get("n", 1)
     if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
         raise ValueError("prompts are not a list of objects with a name")
-    if type(n) is not int or not 0 < n * max(1, len(prompts)) <= MAX_COMPLETIONS:
-        raise ValueError(f"an image has no number of captions in [1, {MAX_COMPLETIONS}]")
+    if type(n) is not int or n < 1:
+        raise ValueError("n is no integer of at least 1")
+    return n * max(1, len(prompts))
 
 
 def _is_prompt(value: Any) -> bool:

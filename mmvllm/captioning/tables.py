@@ -32,7 +32,7 @@ def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str
     types = {str: pa.string(), list: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     types[TEXTS] = pa.list_(pa.string())
     kinds = COLUMNS | dict.fromkeys(of_captions, str) | of_objects
-    schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
+    schema = pa.schema([(_unicode(name), types[kind]) for name, kind in kinds.items()])
 
     with replacing(path, "wb", synced=True) as file, parquet.ParquetWriter(file, schema) as table:
         rows = (_as_unicode(_as_row(record, of_objects)) for record in records)
@@ -54,8 +54,11 @@ def _as_cells(record: dict) -> dict:
 
 
 def _as_unicode(record: dict) -> dict:
-    """The record with file names that are not Unicode escaped."""
-    return {
-        name: value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-        for name, value in record.items()
-    }
+    """The record with what is not Unicode escaped: names of files, and half of an emoji in a caption."""
+    return {_unicode(name): _unicode(value) for name, value in record.items()}
+
+
+def _unicode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_unicode, value)]
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

@@ -7,13 +7,27 @@ import stat
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mmvllm.captioning.names import is_media_name, is_video_name
 from mmvllm.processors.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
+EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))  # of the next member, or of all
+MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
+MAX_GLOBAL = 1000  # copied to each member
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
+
+
+class _Header(tarfile.TarInfo):
+    """A header; those with long names and attributes of the next one, which are read whole, are limited."""
+
+    @classmethod
+    def frombuf(cls, *args: Any) -> "_Header":
+        made = super().frombuf(*args)
+        if made.type in EXTENDED and made.size > MAX_EXTENDED:
+            raise tarfile.ReadError(f"a header has {made.size} bytes, more than {MAX_EXTENDED}")
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +88,10 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     end = os.fstat(file.fileno()).st_size
     file.seek(0)
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             while (header := tar.next()) is not None:
+                if len(tar.pax_headers) > MAX_GLOBAL:
+                    raise tarfile.ReadError(f"it has more than {MAX_GLOBAL} values for all members")
                 tar.members.clear()  # tarfile would keep every header
                 is_cut = _is_plain(header) and header.offset_data + header.size > end
                 if is_cut or header.size < 0 or tar.offset <= header.offset:

@@ -32,7 +32,7 @@ def measure_throughput(times: array) -> Throughput | None:
     is_pause = gaps > PAUSE_S
     gaps[is_pause] = np.median(gaps)
     seconds = np.concatenate([[0.0], np.cumsum(gaps)])
-    if seconds[-1] == 0:
+    if seconds[-1] < 1e-6:
         return None
     # The count is interpolated between two finished images, so that bins can be shorter than a batch.
     moments, counts = np.unique(seconds, return_counts=True)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmvllm.config import ModelConfig
 from mmvllm.patterns import PatternError, check_repeats_no_choice
 from mmvllm.processors.special_tokens import splitting
-from mmvllm.text import load_json
+from mmvllm.text import beginning_of, load_json, printable
 
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
@@ -25,7 +25,8 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
         with splitting():  # the normalizer is run on added tokens
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
-        raise ValueError(f"{folder} has no tokenizer that transformers can load: {error}") from error
+        reason = beginning_of(printable(str(error), keeps="\n"), 2000)
+        raise ValueError(f"{folder} has no tokenizer that transformers can load: {reason}") from error
     try:
         for pattern in _expressions(tokenizer.backend_tokenizer):
             check_repeats_no_choice(pattern)

@@ -5,7 +5,7 @@ change a model in a way that is not computed here is refused by its name.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.coded_layouts import FLOATS
 from mmvllm.models.interface import Model
 from mmvllm.patterns import Matching, PatternError
-from mmvllm.text import counted, load_json
+from mmvllm.text import counted, load_json, printable, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST = torch.finfo(torch.float32).max
@@ -95,15 +95,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ValueError(f"{path} has the peft_type {kind!r}; only 'LORA' is supported")
+        raise ValueError(f"{path} has the peft_type {shown(kind)}; only 'LORA' is supported")
     if found := [name for name in _UNSUPPORTED if config.get(name)]:
-        shown = ", ".join(f"{name} {config[name]!r:.100}" for name in found)
-        raise ValueError(f"{path} has {shown}, which is not supported")
+        given = ", ".join(f"{name} {config[name]!r:.100}" for name in found)
+        raise ValueError(f"{path} has {given}, which is not supported")
     for name, kinds in _TYPES.items():
         if not isinstance(config.get(name), kinds):
             raise ValueError(f"{path} has {name} {config[name]!r:.100}, which PEFT does not write")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path} has bias {config['bias']!r}; only 'none' is supported")
+        raise ValueError(f"{path} has bias {shown(config['bias'])}; only 'none' is supported")
     if (initialization := config.get("init_lora_weights")) not in _INITIALIZATIONS:
         raise ValueError(
             f"{path} has init_lora_weights {initialization!r:.100}, which changed the base model's weights; "
@@ -143,9 +143,14 @@ def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]
     if isinstance(targets, str):
         expression = matching.compiled(targets)
         return [module for module in modules if matching.is_match(expression, module)]
-    return [
-        module for module in modules for target in targets or () if module == target or module.endswith(f".{target}")
-    ]
+    ends = {target for target in targets or () if isinstance(target, str)}
+    return [module for module in modules if not ends.isdisjoint(_ends(module))]
+
+
+def _ends(module: str) -> Iterator[str]:
+    """A module's name, and what follows each point in it."""
+    parts = module.split(".")
+    return (".".join(parts[i:]) for i in range(len(parts)))
 
 
 def _by_module(
@@ -213,4 +218,4 @@ def linear_regions(model: Model) -> dict[Target, Region]:
 
 def _listed(names: list[str]) -> str:
     more = f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else ""
-    return ", ".join(f"{name:.200}" for name in names[:5]) + more
+    return ", ".join(printable(name[:200]) for name in names[:5]) + more

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmvllm.config import ModelConfig
 from mmvllm.models.hf_config import read_json
+from mmvllm.text import beginning_of, printable
 
 if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
     from mmvllm.models.interface import ModelFamily
@@ -71,7 +72,7 @@ def load_config(folder: str | Path) -> ModelConfig:
     try:
         return family_of(architecture).parse_config(architecture, raw, generation)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from None
+        raise ValueError(f"{Path(folder) / 'config.json'}: {beginning_of(printable(str(error)), 1000)}") from None
 
 
 def read_config(folder: str | Path) -> tuple[str, dict]:

@@ -108,10 +108,10 @@ def test_a_removed_output_folder_is_an_error_and_the_next_run_writes_all_files(h
     output = Output(TEXTS, here / "out.jsonl", **options)
     output.begin()
     own = {"settings": TEXTS.fingerprint}
-    output.write(record("a", file="texts/a.txt", **own))
+    output.write(record("a", path="images/a.png", file="texts/a.txt", **own))
     shutil.rmtree("texts")
     with pytest.raises(JobError, match=r"texts was removed or replaced by another program .* run the same job again"):
-        output.write(record("b", file="texts/deep/b.txt", **own))
+        output.write(record("b", path="images/deep/b.png", file="texts/deep/b.txt", **own))
     output.close()
     assert not Path("texts").exists()
     output = Output(TEXTS, here / "out.jsonl", **options)
@@ -186,7 +186,7 @@ def test_settings_that_cannot_be_read_or_written_are_named(here, monkeypatch):
         monkeypatch.context() as patch,
         pytest.raises(ArgumentError, match=r"out\.jsonl\.settings cannot be read: Read-"),
     ):
-        patch.setattr(Path, "read_text", fails)
+        patch.setattr(Path, "open", fails)
         Journal(here / "out.jsonl", SETTINGS)
     journal = Journal(here / "out.jsonl", SETTINGS)
     with (

@@ -3,11 +3,13 @@
 import json
 import os
 import threading
+import tracemalloc
 from contextlib import suppress
 from itertools import islice
 
 import pytest
 
+from mmvllm.captioning import lists as lists_module
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.items import Item
 from tests.helpers.finding import put, relatives
@@ -99,6 +101,23 @@ def test_an_endless_list_is_read_line_by_line(tmp_path):
     assert {item.relative for item in islice(found, 5000)} == {"image.png"}
     found.close()
     writer.join()
+
+
+@pytest.mark.parametrize("name", ["list.txt", "list.jsonl"])
+@pytest.mark.parametrize("end", [b"\na.png\n", b""])
+def test_a_line_without_end_is_an_error_and_takes_no_memory(name, end, tmp_path, monkeypatch):
+    monkeypatch.setattr(lists_module, "MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.write(b"b.png\n")
+        file.seek(100 << 20, os.SEEK_CUR)
+        file.write(end or b" ")
+    tracemalloc.start()
+    first, second, *rest = find_items([path])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (second.path, second.error) == (f"{path}:2", "has more than 1 MiB") and most < 8 << 20
+    assert len(rest) == (1 if end else 0) and first.source is None if name == "list.jsonl" else first.error is None
 
 
 def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):

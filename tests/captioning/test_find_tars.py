@@ -4,6 +4,7 @@ import io
 import os
 import tarfile
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -13,7 +14,7 @@ import pytest
 
 from mmvllm.captioning import tars
 from mmvllm.captioning.find import find_items
-from mmvllm.captioning.tars import tar_members
+from mmvllm.captioning.tars import EXTENDED, MAX_EXTENDED, MAX_GLOBAL, tar_members
 from mmvllm.processors.load import load_image
 from tests.helpers.finding import errors, make_tar, put, relatives
 from tests.helpers.requests import noise_image
@@ -141,6 +142,30 @@ def test_a_negative_size_does_not_cause_an_endless_loop(tmp_path):
     (tmp_path / "s.tar").write_bytes(make_tar(tmp_path / "s.tar", {"b.png": b""}).read_bytes()[:512] + data * 3)
     found = list(islice(find_items([tmp_path / "s.tar"]), 10))
     assert [item.error is None for item in found] == [True, False]
+
+
+@pytest.mark.parametrize("kind", [*EXTENDED], ids=str)
+@pytest.mark.parametrize("size", [MAX_EXTENDED + 1, 3 << 30])
+def test_a_header_without_end_is_not_read(kind, size, tmp_path):
+    header = tarfile.TarInfo("././@LongLink")
+    header.type, header.size = kind, size
+    tar = tmp_path / "s.tar"
+    tar.write_bytes(header.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(tar, size + 4096)
+    tracemalloc.start()
+    (item,) = find_items([tar])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert item.error == f"the tar is damaged or truncated (a header has {size} bytes, more than {MAX_EXTENDED})"
+    assert most < 10_000_000
+
+
+def test_attributes_for_all_members_are_limited(tmp_path):
+    values = {f"k{i}": "v" for i in range(MAX_GLOBAL + 1)}
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=values) as tar:
+        tar.addfile(tarfile.TarInfo("a.png"))
+    (item,) = find_items([tmp_path / "s.tar"])
+    assert item.error == f"the tar is damaged or truncated (it has more than {MAX_GLOBAL} values for all members)"
 
 
 def test_a_tar_without_members_or_end_marker_is_complete(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from mmvllm.captioning import EndpointOptions, caption_images
+from mmvllm.captioning import record as record_module
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
 from tests.helpers.drips import CERTIFICATE, DRIPS, HEAD, Host
@@ -117,3 +118,48 @@ def test_a_model_whose_name_is_no_name_is_refused(folder, tmp_path, monkeypatch,
         caption_images(folder, endpoint=fake.url, output=tmp_path / "out.jsonl")
     assert "lists a model whose name is no name" in str(refused.value) and "0123" not in str(refused.value)
     assert not [*tmp_path.glob("out.jsonl*")]
+
+
+@pytest.mark.network
+def test_the_models_of_an_endpoint_are_shown_shortly_and_without_control_characters(folder):
+    models = as_json(200, {"data": [{"id": "\x1b]0;pwn\x07\u202eevil" + "x" * 10_000} for _ in range(20)]})
+    with fake_endpoint(lambda body, _: said("a"), models) as fake, pytest.raises(ArgumentError) as refused:
+        caption_images(folder, endpoint=EndpointOptions(fake.url, model="foo"))
+    text = str(refused.value)
+    assert "has no model 'foo'" in text and text.isprintable() and len(text) < 3000
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_a_caption_that_no_output_can_have_is_a_failure_and_the_job_resumes(folder, tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(record_module, "MAX_LINE_BYTES", 20_000)
+    output = tmp_path / f"out.{suffix}"
+    with fake_endpoint(lambda body, _: said("long " * 10_000)) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, output=output)
+        assert "its record would have" in record["error"] and record["caption"] is None
+        assert list(caption_images(folder / "000.png", endpoint=fake.url, output=output)) == []
+        (again,) = caption_images(folder / "000.png", endpoint=fake.url, output=output, retry_failed=True)
+        assert again["error"] == record["error"]
+
+
+@pytest.mark.network
+def test_a_reason_of_an_endpoint_is_cut(folder, tmp_path):
+    (_, _, data) = said("a")
+    made = json.loads(data)
+    made["choices"][0]["finish_reason"] = "r" * 10_000
+    with fake_endpoint(lambda body, _: as_json(200, made)) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, output=tmp_path / "out.jsonl")
+    assert record["finish_reason"] == "r" * 100
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_half_of_an_emoji_in_an_answer_is_escaped_in_a_table(tmp_path, folder, suffix):
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "items": {"type": "string"}}}}
+    prompts, output = [{"name": "\ud800", "prompt": "a"}, {"name": "b", "prompt": "b"}], tmp_path / f"out.{suffix}"
+    with fake_endpoint(lambda body, _: said('{"tags": ["\\ud83d", "x"]}')) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, schema=schema, prompts=prompts, output=output)
+    assert record["error"] is None and output.exists()
+    if suffix == "parquet":
+        table = parquet.read_table(output)
+        assert "caption_\\ud800" in table.column_names

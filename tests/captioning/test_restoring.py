@@ -1,5 +1,6 @@
 """After a resume every record with a caption has its file, or a warning says which has not."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -110,3 +111,39 @@ def test_files_that_cannot_be_restored_are_named(here, out, caplog):
     with opened(TEXTS, "images", output=out.with_suffix(".2"), **IN_TEXTS) as (_, tasks):
         assert tasks == []
     assert "are missing: 1\ntexts/a.txt cannot be written: Is a directory" in caplog.text
+
+
+# Where files of others are to be written, and the path of the record that says so.
+ELSEWHERE = {
+    "another name": ("texts/__init__.py", "images/a.png"),
+    "another suffix": ("texts/a.py", "images/a.png"),
+    "hidden": ("texts/.git/hooks/a.txt", "images/a.png"),
+    "no such image": ("texts/new/x.txt", "/nowhere/x.png"),
+    "outside": ("texts/../a.txt", "images/a.png"),
+    "absolute": ("/tmp/texts/a.txt", "images/a.png"),
+    "not an image": ("texts/notes.txt", "notes.md"),
+}
+
+
+@pytest.mark.parametrize(("file", "path"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_record_does_not_say_which_files_are_written_below_the_output_folder(file, path, here, out):
+    record_all(TEXTS, "images", output=out, **IN_TEXTS)
+    Path("notes.md").touch()
+    first, *others = [json.loads(line) for line in out.read_text().splitlines()]
+    changed = first | {"file": file, "path": path, "caption": "print('owned')"}
+    out.write_text("".join(f"{json.dumps(one)}\n" for one in (changed, *others)))
+    Path("texts/__init__.py").touch()
+    before = {one: one.read_bytes() for one in here.rglob("*") if one.is_file()}
+    Path("texts/a.txt").unlink()
+    left(TEXTS, "images", output=out, **IN_TEXTS)
+    after = {one: one.read_bytes() for one in here.rglob("*") if one.is_file()}
+    assert {one for one in after if after[one] != before.get(one)} <= {here / "texts/a.txt"}
+
+
+def test_a_record_without_a_caption_has_no_file(here, out):
+    record_all(TEXTS, "images", output=out, **IN_TEXTS)
+    lines = [json.loads(line) | {"error": "is damaged", "caption": None} for line in out.read_text().splitlines()]
+    out.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    shutil.rmtree("texts")
+    left(TEXTS, "images", output=out, **IN_TEXTS)
+    assert texts(here) == {}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,20 @@ def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adap
     monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(checkpoint, lora=changed(adapter, **values))
+
+
+@pytest.mark.parametrize("name", ["bias", "peft_type", "init_lora_weights"])
+def test_a_long_value_is_cut_in_the_message(name, adapter, checkpoint):
+    with pytest.raises(ValueError, match=r"^.{1,400}$"):
+        load(checkpoint, lora=changed(adapter, **{name: "x" * 1_000_000}))
+
+
+def test_many_targets_take_no_time(adapter, checkpoint):
+    own = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    targets = [*own, *(f"name{i}" for i in range(300_000))]
+    begin = time.process_time()
+    load(checkpoint, lora=changed(adapter, target_modules=targets))
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "", "\xff", "[1]", "null", "5"])

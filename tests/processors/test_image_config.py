@@ -127,6 +127,13 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
         ({"image_mean": [0.5, float("nan"), 0.5]}, r"image_mean is \[0\.5, nan, 0\.5\], must be finite numbers"),
         ({"image_std": 0}, r"image_std is 0, must be finite numbers, above 0"),
         ({"image_std": [0.5, float("inf"), 0.5]}, r"must be finite numbers, above 0"),
+        ({"image_mean": [1e308, 0, 0]}, r"must be finite numbers, at most 1e\+06"),
+        ({"image_std": 1e-30}, r"must be finite numbers, above 0, at most 1e\+06"),
+        *(
+            ({"rescale_factor": value}, "rescale_factor is .*, must be above 0, such as 1 / 255")
+            for value in (0, -1, 1e-30, 10**30, 10**400, float("nan"), float("inf"), {}, "1", True)
+        ),
+        ({"do_resize": "x" * 100_000}, "^.{100,400}$"),
         ({"image_std": "wide"}, r"preprocessor_config\.json: "),
         ({"do_resize": False}, "do_resize is False, mmvllm supports only True"),
         ({"do_rescale": False}, "do_rescale is False, mmvllm supports only True"),
