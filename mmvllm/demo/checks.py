@@ -10,7 +10,7 @@ from starlette.types import Scope
 from mmvllm.demo.uploads import MAX_PATH_LENGTH
 
 MAX_NAME_LENGTH = 255  # bytes that file systems accept
-MAX_BRACKETS, MAX_COMMAS = 20_000, 100_000  # of JSON, outside strings: gradio handles 100,000 lists in a second
+MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # of JSON, outside strings; the page's largest events have half as many
 # To the end where a string is not closed, so that each is looked at once.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[([0-9A-Fa-f:.]+)\])(?::[0-9]{1,5})?(?: *,.*)?")

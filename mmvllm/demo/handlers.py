@@ -163,8 +163,12 @@ class Handlers:
         return f"{limits}, and {videos} and {policy.max_video_seconds / 60:.3g} minutes"
 
     def _session(self, request: gr.Request) -> Session:
+        return self.session_of(request.session_hash)
+
+    def session_of(self, session_id: str) -> Session:
+        """The session, which begins here if there is none yet; raises gradio's error if there are too many."""
         try:
-            return self.sessions.get(request.session_hash)
+            return self.sessions.get(session_id)
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from None
 

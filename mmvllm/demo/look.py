@@ -38,6 +38,6 @@ LOOK = {
 def launch_options(page: "Page") -> dict[str, Any]:
     """Arguments of gradio's `launch` and `mount_gradio_app`; each call gives a new dict, since gradio modifies it."""
     events = {index for index, event in page.fns.items() if event.fn}  # the others run in the browser
-    filtered = Middleware(DemoRouteFilter, sessions=page.sessions, events=events, num_unread=page.num_unread)
+    filtered = Middleware(DemoRouteFilter, sessions=page.sessions, events=events, results=page)
     own = {"middleware": [filtered]}
     return LOOK | {"app_kwargs": own, "max_file_size": page.sessions.settings.max_file_bytes}

@@ -33,6 +33,7 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
+MAX_EVENTS = 2 * MAX_SESSIONS  # at a time, of which an answer is one until it ends; gradio's default is 40
 MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
@@ -44,6 +45,7 @@ class Page(gr.Blocks):
     """
 
     sessions: Sessions
+    handlers: Handlers
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
@@ -51,9 +53,21 @@ class Page(gr.Blocks):
         # events one has its turn, and then whatever else is waiting.
         self._turn = asyncio.Lock()
 
+    def launch(self, **options: Any) -> Any:
+        """As gradio's, whose default would be 40 events at a time."""
+        return super().launch(**{"max_threads": self.max_threads, **options})
+
     def num_unread(self, session_id: str) -> int:
         """How many events of a session have results that its browser has not read."""
-        return len(self._queue.pending_event_ids_session.get(session_id, ()))
+        pending = self._queue.pending_event_ids_session.get(session_id, set())
+        messages = self._queue.pending_messages_per_session.get(session_id)
+        if messages is None or messages.empty():  # what has ended was read, or is lost with a connection
+            pending.intersection_update(self._queue.event_ids_to_events)
+        return len(pending)
+
+    def has_results(self, session_id: str) -> bool:
+        """Whether gradio has a place for the results of a session, which begins with its first event."""
+        return session_id in self._queue.pending_messages_per_session
 
     def forget(self, session_id: str) -> None:
         """Remove what gradio keeps of a session: results, and the values of components."""
@@ -70,8 +84,11 @@ class Page(gr.Blocks):
         super().close(verbose)
 
     async def process_api(self, *args: Any, event_data: gr.EventData | None = None, **kwargs: Any) -> dict[str, Any]:
-        if event_data is not None and kwargs.get("iterator") is None:  # not again at each step of an answer
-            self._check_files(event_data._data)
+        if kwargs.get("iterator") is None:  # not again at each step of an answer
+            if event_data is not None:
+                self._check_files(event_data._data)
+            # Gradio keeps what it reads, also of an event that fails: the session has to be known to be forgotten.
+            self.handlers.session_of(kwargs.get("session_hash") or "")
         return await super().process_api(*args, event_data=event_data, **kwargs)
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -184,9 +201,10 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
         for trigger in (files.change, *(option.change for option in options[-3:])):
             trigger(**counted)
         page.unload(handlers.leave)
-    page.sessions = handlers.sessions
+    page.handlers, page.sessions = handlers, handlers.sessions
     page.sessions.forget = page.forget
     page.state_session_capacity = MAX_SESSIONS
+    page.max_threads = MAX_EVENTS
     return page.queue(default_concurrency_limit=None, api_open=False)
 
 

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
+from typing import Protocol
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.checks import content_length, ignore_odd_headers, is_foreign, is_logged_in, is_simple, is_too_long
@@ -33,6 +35,11 @@ JOIN = "queue/join"
 EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
+SMALL_BODY = 2**16  # bytes, which are read at once
+# As gradio writes it: the browser then begins a new session.
+UNKNOWN_SESSION = (
+    'data: {"msg":"unexpected_error","message":"404: Not Found","session_not_found":true,"success":false}\n\n'
+)
 MAX_ENDINGS = 4  # heartbeats that end at a time
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
@@ -41,17 +48,27 @@ FIRST_SECONDS, MIN_BYTES_PER_SECOND = 20.0, 8 * 1024
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
+class Results(Protocol):
+    """The results of a session's events, which its browser reads from one endless response."""
+
+    def num_unread(self, session_id: str) -> int:
+        """How many events have results that the browser has not read."""
+
+    def has_results(self, session_id: str) -> bool:
+        """Whether the session is known."""
+
+
 class DemoRouteFilter:
     """Responds with an error instead of gradio where that is needed, and tells the sessions which tabs are open.
 
     Args:
         events: gradio's numbers of the events that have a handler.
-        num_unread: a session -> the number of its events whose results its browser has not read.
+        results: what gradio knows of the results of sessions.
     """
 
-    def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int], num_unread: Callable[[str], int]):
+    def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int], results: Results):
         self.app, self._sessions, self._uploads = app, sessions, sessions.uploads
-        self._events, self._num_unread = events, num_unread
+        self._events, self._results = events, results
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._turn = asyncio.Lock()
@@ -77,6 +94,8 @@ class DemoRouteFilter:
                     await self._until_closing(scope, receive, send)
             elif scope["method"] == "POST":
                 await self._post(route, scope, receive, send)
+            elif route == "queue/data":
+                await self._unread(scope, receive, send)
             elif not route or route == "info":
                 await self._in_turn(scope, receive, send)
             else:
@@ -126,7 +145,7 @@ class DemoRouteFilter:
         async def replay() -> Message:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
-        async with self._turn:
+        async with self._turn if len(body) > SMALL_BODY else nullcontext():
             refusal = self._refused_body(route, body)
         if refusal is not None:
             return await refusal(scope, receive, send)
@@ -137,9 +156,21 @@ class DemoRouteFilter:
     async def _in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have gradio make one response at a time: it makes some in tens of milliseconds, in which nothing else runs.
 
-        The next one waits for the beginning of the response, not for a client that reads it slowly.
+        The next one waits for the beginning of the response, not for a client that reads it slowly. Clients that have
+        gone give up their place.
         """
-        has_turn = await self._turn.acquire()
+        if self._turn.locked():
+            message = await receive()  # the body has been read, or is of no use
+            if message["type"] == "http.disconnect" or not await self._waited(receive):
+                return
+            messages = [message]
+        else:
+            await self._turn.acquire()
+            messages = []
+        has_turn = True
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
 
         async def send_and_release(message: Message) -> None:
             release()
@@ -152,9 +183,49 @@ class DemoRouteFilter:
                 self._turn.release()
 
         try:
-            await self.app(scope, receive, send_and_release)
+            await self.app(scope, replay, send_and_release)
         finally:
             release()
+
+    async def _waited(self, receive: Receive) -> bool:
+        """Wait for a turn; returns False if the client goes before that."""
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        acquiring, leaving = asyncio.create_task(self._turn.acquire()), asyncio.create_task(gone())
+        has_turn = False
+        try:
+            await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
+            has_turn = acquiring.done()
+        finally:
+            acquiring.cancel()
+            leaving.cancel()
+            await asyncio.gather(acquiring, leaving, return_exceptions=True)
+            if not has_turn and not acquiring.cancelled():
+                self._turn.release()
+        return has_turn
+
+    async def _unread(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The results of a session's events; gradio's response of one that it does not know would never be complete."""
+        (session, *_) = parse_qs(scope["query_string"].decode(errors="replace")).get("session_hash", [""])
+        if not self._results.has_results(session):
+            response = Response(UNKNOWN_SESSION, media_type="text/event-stream")
+            return await response(scope, receive, send)
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_and_note)
+        except Exception:  # of a session that was forgotten meanwhile; the browser has been told
+            if not has_started:
+                raise
+            await send({"type": "http.response.body", "body": b""})
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
@@ -170,7 +241,7 @@ class DemoRouteFilter:
             is_known = False
         if not is_known:
             return PlainTextResponse("There is no such event; reload the page", 400)
-        if self._num_unread(session) >= MAX_UNREAD:
+        if route == JOIN and self._results.num_unread(session) >= MAX_UNREAD:
             return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
         return None
 

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ except ImportError:  # Windows
     fcntl = None
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
+SCAN_PAUSE = 0.1  # seconds between scans of the folder, which take the interpreter from everything else
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
 MAX_PATH_LENGTH = 4096
@@ -37,6 +39,9 @@ class Uploads:
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
         self._incoming: list[tuple[int, FileParts]] = []  # how many bytes each incoming upload will have, and its files
+        self._scanning = ThreadPoolExecutor(1, "mmvllm-uploads")  # others' work must not wait behind scans
+        self._last_scan: asyncio.Task | None = None  # the one that has begun last
+        self._next_scan: asyncio.Task | None = None
 
     def keep(self, path: Path) -> None:
         """Keep a file of the page itself, which no session can release."""
@@ -102,8 +107,22 @@ class Uploads:
         if self.has_too_many_open():
             return False
         num_bytes, num_files = sum(num_bytes for num_bytes, _ in self._incoming), self._num_open()
-        sizes = await asyncio.to_thread(lambda: [stat.st_size for _, stat in self._files()])
+        sizes = await self._sizes()
         return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
+
+    async def _sizes(self) -> list[int]:
+        """The sizes of all files, of a scan that begins after the call: uploads that wait for one share it."""
+        if self._next_scan is None:
+            self._next_scan = asyncio.create_task(self._scan(self._last_scan))
+        return await asyncio.shield(self._next_scan)
+
+    async def _scan(self, last: asyncio.Task | None) -> list[int]:
+        if last is not None and not last.done():
+            await asyncio.wait([last])
+            await asyncio.sleep(SCAN_PAUSE)
+        self._last_scan, self._next_scan = self._next_scan, None
+        scan = asyncio.get_running_loop().run_in_executor
+        return await scan(self._scanning, lambda: [stat.st_size for _, stat in self._files()])
 
     def has_too_many_open(self) -> bool:
         """Whether too many files are open. A single upload may have as many as a question has."""

@@ -21,9 +21,10 @@ from mmvllm.cli.main import main
 pytest.importorskip("gradio")
 
 from mmvllm.demo import page as page_module
+from mmvllm.demo import session as session_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
-from tests.helpers.pages import CONTROLS, META, event, get, post, until
+from tests.helpers.pages import CONTROLS, META, event, get, in_steps, post, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 
@@ -175,6 +176,28 @@ def test_results_that_nobody_reads_are_few_and_go_with_their_session(site):
     assert event(site, "chat", "clear", [], "unread")[0]["success"]
 
 
+def test_a_session_whose_events_fail_is_forgotten_like_any_other(site, monkeypatch):
+    """Gradio keeps the inputs that it reads before it finds the wrong one: megabytes of each session."""
+    monkeypatch.setattr(session_module, "MAX_CLOSED", 3)
+    large, before = {f"key {i}": i for i in range(1000)}, len(site.page.state_holder.session_data)
+    for number in range(8):
+        end, _ = event(site, None, "change", ["[]", large, 0, 1, 0, 1, 8, -1, "abc", 1, 1], f"fails-{number}")
+        assert not end["success"]
+    assert len(site.page.state_holder.session_data) <= max(before, 3) + 1
+
+
+def test_many_long_answers_keep_no_one_from_the_other_events(chatty_site):
+    asked, index = 60, chatty_site.events["box", "submit"]
+    with in_steps(chatty_site.engine):
+        for number in range(asked):
+            body = {"data": [{"text": "talk", "files": []}, *CONTROLS], "fn_index": index}
+            answer = post(f"{chatty_site.url}gradio_api/queue/join", json=body | {"session_hash": f"long-{number}"})
+            assert answer.is_success
+        assert chatty_site.engine.health().status == "ok"
+        assert event(chatty_site, "chat", "clear", [], "another")[0]["success"]
+    until(lambda: not chatty_site.page._queue.event_ids_to_events)  # the answers are short, now that there are steps
+
+
 def test_a_model_that_takes_text_alone_needs_no_image(chatty_site):
     end, log = event(chatty_site, "box", "submit", [{"text": "Hello", "files": []}, *CONTROLS])
     assert (end["success"], log) == (True, [])
@@ -241,6 +264,11 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
             with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as connection:
                 connection.sendall(start + b"a" * 100_000)
                 assert connection.recv(100).startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as connection:
+            upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\n"
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + upgrade + b"Content-Length: 5\r\n\r\nabcde")
+            connection.settimeout(20)
+            assert connection.recv(100).startswith(b"HTTP/1.1 ")
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[1]
     notice, _, said = said.partition("\n")

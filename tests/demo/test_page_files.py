@@ -213,7 +213,7 @@ def test_no_other_file_is_served(path, page, names):
     "component, kind, data, about",
     [
         ("camera", "input", [{"path": LONG}, {"text": "", "files": []}], None),
-        ("box", "submit", [{"text": "", "files": [{"path": "{folder}/examples/a.png"}] * 8000}, *CONTROLS], None),
+        ("box", "submit", [{"text": "", "files": [{"path": "{folder}/examples/a.png"}] * 4000}, *CONTROLS], None),
         (None, "change", [json.dumps([LONG]), *CONTROLS], None),
         (None, "change", [json.dumps(["{folder}/examples/a.png"] * 10_000), *CONTROLS], None),
         ("conversations", "restore", [], {"turns": [{"question": "", "answer": "", "note": "", "images": [LONG]}]}),

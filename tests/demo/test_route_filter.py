@@ -38,7 +38,10 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
         MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES), max_images=1, max_videos=1
     )
     sessions = Sessions(None, Uploads(tmp_path), settings)
-    return DemoRouteFilter(app, sessions, events={5}, num_unread=lambda session: MAX_UNREAD - (session != "busy"))
+    results = SimpleNamespace(
+        num_unread=lambda session: MAX_UNREAD - (session != "busy"), has_results=lambda session: session != "unknown"
+    )
+    return DemoRouteFilter(app, sessions, events={5}, results=results)
 
 
 def messages(
@@ -116,9 +119,9 @@ def start(route_filter: DemoRouteFilter, text: str, route: str = "queue/join") -
     return messages(route_filter, path, receive=body_of(text), content_length=len(text))[0]["status"]
 
 
-@pytest.mark.parametrize("route", ["queue/join", "run/predict"])
-def test_a_session_whose_results_are_not_read_starts_nothing(route, route_filter):
-    for session, want in {"0a9z": 200, "5b6e-77": 200, "busy": 429}.items():
+@pytest.mark.parametrize(("route", "of_busy"), [("queue/join", 429), ("run/stop", 200)])
+def test_a_session_whose_results_are_not_read_starts_nothing_but_stop(route, of_busy, route_filter):
+    for session, want in {"0a9z": 200, "5b6e-77": 200, "busy": of_busy}.items():
         assert start(route_filter, json.dumps({"fn_index": 5, "session_hash": session, "data": ["é"]}), route) == want
 
 
@@ -370,75 +373,3 @@ def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, mo
         path.write_bytes(b"picture")
         os.utime(path, (0, 0))
         asyncio.run(asyncio.wait_for(come_once_and_wait(), 20))
-
-
-JOIN = "/gradio_api/queue/join"
-
-
-@pytest.mark.parametrize(
-    ("path", "method"),
-    [("/", "GET"), ("/", "HEAD"), ("/config", "GET"), ("/gradio_api/info", "GET"), (JOIN, "POST")],
-)
-@pytest.mark.parametrize("ends", ["read slowly", "fails"])
-def test_gradio_makes_one_response_at_a_time_whoever_reads_it(path, method, ends, route_filter):
-    at_work, peak, started = 0, 0, []
-    body = json.dumps({"fn_index": 5, "session_hash": "a"}).encode()
-
-    async def slow(scope, receive, send):
-        nonlocal at_work, peak
-        at_work += 1
-        peak = max(peak, at_work)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        at_work -= 1
-        if ends == "fails" and scope["number"] == 0:
-            raise RuntimeError("of gradio")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
-    async def receive():
-        return {"type": "http.request", "body": body if method == "POST" else b""}
-
-    async def send(message):
-        started.append(message)
-        await asyncio.sleep(3600)
-
-    async def visit():
-        headers = [(b"content-length", str(len(body)).encode())] if method == "POST" else []
-        scope = {"type": "http", "method": method, "path": path, "headers": headers, "app": None, "query_string": b""}
-        tasks = [asyncio.create_task(route_filter(scope | {"number": i}, receive, send)) for i in range(5)]
-        await asyncio.wait(tasks, timeout=0.05)
-        tasks[1].cancel()
-        late = asyncio.create_task(route_filter(scope | {"number": 9}, receive, send))
-        await asyncio.wait([late], timeout=0.05)
-        for task in (*tasks, late):
-            task.cancel()
-        await asyncio.gather(*tasks, late, return_exceptions=True)
-
-    route_filter.app = slow
-    asyncio.run(visit())
-    assert peak == 1 and [message["status"] for message in started] == [200] * (5 if ends == "fails" else 6)
-
-
-def test_a_handler_that_takes_long_does_not_keep_the_turn(route_filter):
-    body = json.dumps({"fn_index": 5, "session_hash": "a"}).encode()
-
-    async def endless(scope, receive, send):
-        await asyncio.sleep(3600)
-
-    async def receive():
-        return {"type": "http.request", "body": body}
-
-    async def send(message):
-        assert message["status"] == 200
-
-    async def visit():
-        route_filter.app = endless
-        scope = {"type": "http", "method": "POST", "path": "/gradio_api/run/ask", "app": None, "query_string": b""}
-        scope["headers"] = [(b"content-length", str(len(body)).encode())]
-        task = asyncio.create_task(route_filter(scope, receive, None))
-        await asyncio.sleep(0.01)
-        route_filter.app = app
-        await asyncio.wait_for(route_filter(scope | {"path": JOIN}, receive, send), 5)
-        task.cancel()
-
-    asyncio.run(visit())

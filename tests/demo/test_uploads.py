@@ -247,3 +247,40 @@ def test_the_size_is_that_of_the_upright_image(turned, tmp_path):
     noise_image(640, 480).save(tmp_path / "a.jpg", exif=exif)
     found = UploadedImage.read(tmp_path / "a.jpg", LOAD)
     assert (found.width, found.height) == ((480, 640) if turned else (640, 480))
+
+
+def test_uploads_that_begin_together_share_the_scan_of_the_folder(uploads, monkeypatch):
+    upload(uploads, "a.png")
+    scans, real = [], uploads._files
+    monkeypatch.setattr(uploads, "_files", lambda: scans.append(None) or real())
+
+    async def begin(number: int) -> list[bool]:
+        return await asyncio.gather(*(uploads.has_room() for _ in range(number)))
+
+    async def visit():
+        first = asyncio.create_task(begin(1))
+        await asyncio.sleep(0)
+        gone = [asyncio.create_task(uploads.has_room()) for _ in range(5)]
+        others = asyncio.create_task(begin(100))
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
+        return await first + await others
+
+    assert all(asyncio.run(visit())) and len(scans) == 2
+    assert asyncio.run(uploads.has_room()) and len(scans) == 3  # of another event loop
+
+
+def test_a_scan_that_is_shared_begins_after_the_upload(uploads, monkeypatch):
+    """What was complete before an upload begins is counted."""
+    monkeypatch.setattr(uploads_module, "MAX_FILES", 2)
+
+    async def visit():
+        waits = asyncio.create_task(uploads.has_room())
+        await asyncio.sleep(0.001)
+        for name in ("a.png", "b.png", "c.png"):
+            upload(uploads, name)
+        assert not await uploads.has_room()
+        await waits
+
+    asyncio.run(visit())
