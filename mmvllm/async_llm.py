@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
 from itertools import takewhile
@@ -62,6 +62,7 @@ from mmvllm.outputs import Delta, EmbeddingOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams, with_defaults
+from mmvllm.structured import StructuredOutputsParams
 from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
@@ -160,6 +161,7 @@ class AsyncLLM:
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
+        self._grammars = ThreadPoolExecutor(1, "mmvllm-grammar")
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
         self._thread = (
@@ -209,9 +211,10 @@ class AsyncLLM:
         output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
-            self._engine.grammars.check(params.structured)  # here, not in the engine's thread, which waits for nothing
             self._hand_over(stream, params, request, prompt, pooling)
 
+        if params.structured is not None and not self._engine.grammars.has(params.structured):
+            request = partial(self._with_grammar, request, params.structured)
         try:
             with self._running(stream, request, give, timeout, load):
                 while output is None:
@@ -225,6 +228,18 @@ class AsyncLLM:
             if self._tracer is not None:
                 output = output or ended_output(stream.request_id, stream.arrival_time, params.n, error_type)
                 self._tracer.record(params, stream.trace_headers, output, error_type, stream.adapter_name)
+
+    async def _with_grammar(
+        self, request: Request | Callable[[], Awaitable[Request]], structured: StructuredOutputsParams
+    ) -> Request:
+        """The request, once its grammar is compiled: in a thread for grammars, since all others wait for nothing."""
+        await asyncio.get_running_loop().run_in_executor(self._grammars, self._engine.grammars.check, structured)
+        if callable(request):
+            return await request()
+        if not isinstance(request, dict):
+            return request
+        own = ("request_id", "sampling_params")  # which have been read
+        return {name: value for name, value in request.items() if name not in own}
 
     async def tokenize(
         self,
@@ -497,6 +512,7 @@ class AsyncLLM:
         self._end_all(EngineStopped, "the engine was shut down before the completion was finished")
         with self._changed:
             self._preparation.shutdown()
+            self._grammars.shutdown(wait=False, cancel_futures=True)
         with self._closing:
             self._thread.stop()
             self._engine.exit()

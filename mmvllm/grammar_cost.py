@@ -1,25 +1,31 @@
 """What expressions and terminals of grammars cost to compile, which llguidance does not limit.
 
-The time grows with the square of what follows each other and may be empty or repeated, and is exponential in the
-number of expressions that are intersected. A terminal has all that the terminals in it have, so that a few short lines
-may make an expression of any length.
+The time grows with the square of what follows each other and may be empty or repeated, and with the product of the
+sizes of expressions that are intersected. Where case is ignored, each character of a class is looked at. A terminal has
+all that the terminals in it have, so that a few short lines may make an expression of any length.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, pairwise
+from math import prod
 
 from mmvllm.errors import RequestError
 
 MAX_COST = 16_000  # 0.2 s
 MAX_INTERSECTIONS = 11
+MAX_INTERSECTED = 10_000  # product of the sizes: the states in which the expressions together can be
+_OF_CLASS = 400  # the cost of a class of characters where case is ignored
 MAX_PARTS = 4000  # of a rule
+_LARGEST = 10**9  # sizes are not counted further
 _OF_REPEAT = 16  # the cost of an alternative is 1
 TOO_COSTLY = (
-    f"too many repetitions and alternatives; {MAX_COST // _OF_REPEAT} repetitions, or {MAX_COST} alternatives, can be "
-    "enforced"
+    f"too many repetitions and alternatives; {MAX_COST // _OF_REPEAT} repetitions, {MAX_COST} alternatives, or "
+    f"{MAX_COST // _OF_CLASS} classes of characters where case is ignored, can be enforced"
 )
 _NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
+_NO_CHARACTER = re.compile(r"\{[^{}]*\}|[/()|*+?^$]")  # of a text, in an expression without escapes and classes
 # The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
 # end of the grammar, so that no character is read twice.
 _TOKEN = re.compile(
@@ -29,6 +35,10 @@ _TOKEN = re.compile(
 )
 # A rule may have attributes or a parameter before the colon.
 _DEFINES = re.compile(r"[ \t]*(?:\[[^\]\n]*\]|::[^:\n]*)?[ \t]*:(?!:)")
+_CLASSES = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*+\]?|\\[wWdDsSpP]|\.", re.DOTALL)
+_IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
+_FLAGS = re.compile(r"[imslux]+")  # after an expression of a grammar
+_TIMES = re.compile(r"(?:\{(?:[^{},]*,)?|~(?:\s*\d+\s*\.\.)?)\s*(\d{1,9})")
 _Token = tuple[str, str]  # kind, text
 
 
@@ -36,11 +46,13 @@ _Token = tuple[str, str]  # kind, text
 class _Cost:
     repeats: int = 0
     intersections: int = 0
+    size: int = 0  # about the number of states
 
     def __iadd__(self, other: "_Cost") -> "_Cost":
         # No more than what is refused, so that numbers stay small.
         self.repeats = min(self.repeats + other.repeats, MAX_COST + 1)
         self.intersections = min(self.intersections + other.intersections, MAX_INTERSECTIONS + 1)
+        self.size = min(self.size + other.size, _LARGEST)
         return self
 
     def check(self, param: str, what: str) -> None:
@@ -49,6 +61,9 @@ class _Cost:
         if self.intersections > MAX_INTERSECTIONS:
             reason = f"{what} has more than {MAX_INTERSECTIONS} operators & and ~"
             raise RequestError(f"{param}: {reason}", param=param)
+        if self.intersections and self.size > MAX_INTERSECTED:
+            reason = f"{what} intersects expressions that are too large; the product of their sizes, lengths times "
+            raise RequestError(f"{param}: {reason}repetitions, may be {MAX_INTERSECTED}", param=param)
 
 
 def is_costly(expression: str) -> bool:
@@ -102,16 +117,35 @@ def _is_terminal(name: str) -> bool:
 
 def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
     """Compute the cost of a terminal from its body and the costs of the terminals that it names."""
-    found = _Cost()
-    for kind, text in body:
+    found, sizes, operators = _Cost(), [0], [""]  # the latter of each expression that is intersected
+    for (kind, text), (_, following) in pairwise([*body, ("other", "")]):
         if kind == "regex":
-            found += _of_regex(text)
-        elif kind == "other":
-            found += _of_operator(text)
+            own = _of_regex(text, _has_flag_i(following))
+        elif kind == "text":
+            own = _Cost(size=len(text))
         elif kind == "name":
-            found += _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
-            found += costs[text] if text in costs and _is_terminal(text) else _Cost()
+            own = _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
+            own += costs[text] if text in costs and _is_terminal(text) else _Cost()
+        else:
+            own = _of_operator(text) if kind == "other" else _Cost()
+            operators[-1] += text
+        if text == "&":
+            sizes.append(0)
+            operators.append("")
+        sizes[-1] += own.size
+        found += own
+    found.size = min(prod(max(1, size) * _times(text) for size, text in zip(sizes, operators, strict=True)), _LARGEST)
     return found
+
+
+def _has_flag_i(following: str) -> bool:
+    """Whether what follows an expression in a grammar says that it ignores case."""
+    return "i" in following and _FLAGS.fullmatch(following) is not None
+
+
+def _times(text: str) -> int:
+    """The product of the largest numbers of repetitions."""
+    return min(prod(max(1, int(number)) for number in islice(_TIMES.findall(text), 100)), _LARGEST)
 
 
 def _of_rule(body: list[_Token]) -> _Cost:
@@ -119,16 +153,23 @@ def _of_rule(body: list[_Token]) -> _Cost:
 
     A rule with too many parts is too costly by itself, because the parser looks at every part that may be empty.
     """
-    repeats = [_of_regex(text).repeats for kind, text in body if kind == "regex"]
+    tokens = pairwise([*body, ("other", "")])
+    of_texts = [(text, following) for (kind, text), (_, following) in tokens if kind == "regex"]
+    repeats = [_of_regex(text, _has_flag_i(following)).repeats for text, following in of_texts]
     num_parts = sum(kind == "name" or (kind == "other" and text in "*+?") for kind, text in body)
     num_parts += sum(text.startswith("?") for kind, text in body if kind == "name")  # which may be an operator
     of_parts = MAX_COST + 1 if num_parts > MAX_PARTS else 0
     return _Cost(max([*repeats, of_parts]), sum(text in "&~" for kind, text in body if kind == "other"))
 
 
-def _of_regex(text: str) -> _Cost:
+def _of_regex(text: str, ignores_case: bool = False) -> _Cost:
+    times = _times(text)
+    ignores_case |= _IGNORES_CASE.search(text) is not None
+    of_classes = _OF_CLASS * len(_CLASSES.findall(text)) if ignores_case else 0
+    size = min(len(_NO_CHARACTER.sub("", _NOT_OPERATORS.sub("x", text))) * times, _LARGEST)
     text = _NOT_OPERATORS.sub("", text)
-    return _Cost(min(_OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|"), MAX_COST + 1))
+    repeats = _OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|") + of_classes
+    return _Cost(min(repeats, MAX_COST + 1), size=size)
 
 
 def _of_operator(text: str) -> _Cost:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmvllm.arguments import is_number
 from mmvllm.errors import RequestError
@@ -48,6 +48,8 @@ MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n ex
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 MAX_PRODUCT = 100_000  # 40 MB
+MAX_PAIRS = 10_000  # 0.1 s
+MAX_REFERENCES = 8  # that are followed one after the other
 _PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
@@ -114,6 +116,8 @@ def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _demands_nothing(keyword: str, value: Any) -> bool:
+    if keyword == "x-guidance":  # llguidance would take it for options
+        return True
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
     return isinstance(value, bool | dict) and value in _DEMANDING_NOTHING.get(keyword, ())
@@ -141,7 +145,55 @@ def check_keywords(schema: dict[str, Any]) -> None:
         # A text may have the same additional key twice, which is one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
+        _check_bounds(part, place, schema)
     check_cost(schema)
+
+
+def _check_bounds(part: dict[str, Any], place: _Place, root: dict[str, Any]) -> None:
+    """Refuse an excluded integer whose other bound is less than 1 away, which llguidance includes in numbers."""
+    if part.get("type") == "integer":
+        return
+    bounds = list(_bounds(part, root))
+    low = max((bound for bound in bounds if "inimum" in bound.name), default=None)
+    high = min((bound for bound in bounds if "aximum" in bound.name), key=_strictness, default=None)
+    if low is None or high is None or high.value - low.value >= 1:
+        return
+    for value, is_excluded, name in (low, high):
+        if is_excluded and float(value).is_integer():
+            reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
+            raise _refused(name, place, reason)
+
+
+class _Bound(NamedTuple):
+    value: float
+    is_excluded: bool
+    name: str
+
+
+def _strictness(bound: _Bound) -> tuple[float, bool]:
+    """By which the strictest upper bound is the least."""
+    return bound.value, not bound.is_excluded
+
+
+def _bounds(part: dict[str, Any], root: dict[str, Any], depth: int = 0) -> Iterator[_Bound]:
+    """The bounds of a number; also those of allOf and of a reference."""
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        if is_number(value := part.get(name)):
+            yield _Bound(value, name.startswith("ex"), name)
+    others = part["allOf"] if isinstance(part.get("allOf"), list) else []
+    for other in [*others, _referred(part, root)]:
+        if isinstance(other, dict) and depth < MAX_REFERENCES:
+            yield from _bounds(other, root, depth + 1)
+
+
+def _referred(part: dict[str, Any], root: Any) -> Any:
+    """What a reference within the schema refers to; None if there is none."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    for name in reference[2:].split("/"):
+        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
+    return root
 
 
 def _expressions_in(part: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -156,7 +208,13 @@ def check_cost(schema: dict[str, Any]) -> None:
     _check_conjunctions(schema)
     _check_multiples(schema)
     _check_products(schema)
+    num_pairs = 0
     for place, part in _parts(schema):
+        named = part.get("patternProperties")
+        num_pairs += len(named) ** 2 if isinstance(named, dict) else 0
+        if num_pairs > MAX_PAIRS:
+            reason = f"has, with others, too many expressions, which are compared in pairs: more than {MAX_PAIRS} pairs"
+            raise _refused("patternProperties", place, reason)
         for keyword, patterns in _expressions_in(part):
             if is_costly("".join(pattern for pattern in patterns if isinstance(pattern, str))):
                 raise _refused(keyword, place, f"has {TOO_COSTLY}")

@@ -1,6 +1,7 @@
 """Chat templates: programs of a checkpoint that make the text of a prompt out of messages."""
 
 import re
+import time
 from collections.abc import Mapping
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -29,6 +30,7 @@ class ChatTemplate:
     def __init__(self, owner: Any, rules: MediaRules | None, text: str | None = None):
         self._owner, self._rules = owner, rules
         self._own = {} if text is None else {"chat_template": text}
+        self._seconds_left = SECONDS  # of all renderings of a request's own template
 
     def replaced_by(self, text: str) -> "ChatTemplate":
         """Another template for the same model."""
@@ -71,10 +73,14 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict], keys: Mapping[str, Any]) -> str:
         apply = partial(self._owner.apply_chat_template, messages, tokenize=False, **self._own, **keys)
+        begin = time.monotonic()
         try:
-            return _WATCHDOG.run(apply, SECONDS)
+            return _WATCHDOG.run(apply, max(0.0, self._seconds_left))
         except TimeIsOver:
             raise RequestError(f"the chat template takes longer than {SECONDS:g} s to render messages") from None
+        finally:
+            if self._own:
+                self._seconds_left -= time.monotonic() - begin
 
     def _writes_image(self, messages: list[dict]) -> bool:
         try:

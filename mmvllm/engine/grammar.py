@@ -19,6 +19,7 @@ from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
 
+MAX_ALTERNATIVES = 1000  # of a rule, in which the parser may follow as many at a time; others are one terminal
 MAX_COMPILED = 32  # grammars that are kept
 # What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
 LIMITS = {
@@ -84,6 +85,10 @@ class GrammarCompiler:
         """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept."""
         if params is not None:
             self._matcher(params)
+
+    def has(self, params: StructuredOutputsParams) -> bool:
+        """Whether the grammar is compiled already."""
+        return self._kept(params) is not None
 
     def _matcher(self, params: StructuredOutputsParams) -> Any:
         matcher = self._kept(params)
@@ -170,7 +175,9 @@ def _grammar(matcher: Any, params: StructuredOutputsParams) -> str:
     if params.regex is not None:
         return matcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        return matcher.grammar_from_lark("start: " + " | ".join(map(_literal, params.choice)))
+        texts = " | ".join(map(_literal, params.choice))
+        is_rule = len(params.choice) <= MAX_ALTERNATIVES
+        return matcher.grammar_from_lark(f"start: {texts}" if is_rule else f"start: CHOICE\nCHOICE: {texts}")
     if params.grammar is not None:
         return matcher.grammar_from_lark(params.grammar)
     whitespace = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
@@ -189,6 +196,8 @@ def _refused(params: StructuredOutputsParams, message: str) -> RequestError:
     reason = _first_line(message)
     if reason.startswith("oneOf constraints are not supported"):
         reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
+    if reason.startswith("NoExtensionBias"):
+        reason = "it refers to itself, or goes on, in a way that has no end"
     return RequestError(f"{param} cannot be enforced: {reason}", param=param)
 
 

@@ -24,7 +24,7 @@ _PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make t
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOGGED: set[str] = set()  # fields that were ignored
 MAX_LOGGED = 100
-MAX_KEYS = 1000  # per object; each unknown key produces an error
+MAX_KEYS = 1024  # per object; each unknown key produces an error
 MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
 MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
@@ -134,7 +134,7 @@ def _reason(error: ValueError) -> str:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(pairs) > MAX_KEYS:
-        raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are allowed")
+        raise ApiError(400, f"an object of the body has {len(pairs)} keys, at most {MAX_KEYS} are accepted")
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")

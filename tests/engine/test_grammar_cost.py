@@ -1,0 +1,129 @@
+"""What takes long to compile in ways that llguidance does not bound is refused; what is accepted takes little time."""
+
+import json
+import time
+
+import pytest
+
+from mmvllm import RequestError, StructuredOutputsParams
+from mmvllm.engine.grammar import GrammarCompiler
+from tests.helpers.tokenizers import tokenizer_of
+
+pytest.importorskip("llguidance")
+
+ANY = "[ -\U0010ffff]"
+PRIMES = (2, 3, 5, 7, 11, 13, 17)
+INTERSECTED = {
+    "small": "AA: " + " & ".join(f"/(.{{{prime}}})*/" for prime in PRIMES),
+    "two": "AA: /(.{499})*/ & /(.{491})*/",
+    "ranges": "AA: /(.{1,499})*/ & /(.{ 2 , 491 })*/",
+    "at least": "AA: /(.{499,})*/ & /(.{491,})*/",
+    "of terminals": "B: /./\nAA: (B{499})* & (B{491})*",
+    "of terminals with ~": "B: /./\nAA: (B~499)* & (B~1..491)*",
+    "of inner terminals": "B: /(.{499})*/\nC: /(.{491})*/\nAA: B & C",
+    "long": f"AA: /{'a' * 200}/ & /{'b' * 200}/",
+}
+
+
+@pytest.mark.parametrize("terminals", INTERSECTED.values(), ids=INTERSECTED)
+def test_intersections_of_large_expressions_are_refused(terminals):
+    with pytest.raises(RequestError, match="'AA' intersects expressions that are too large") as error:
+        StructuredOutputsParams(grammar=f"start: AA\n{terminals}")
+    assert error.value.param == "structured.grammar"
+
+
+def test_a_name_without_digits_is_no_number_of_repetitions(compiler):
+    compiler.check(StructuredOutputsParams(grammar="start: A999\nA999: /[a-z]{1,9}/ & ~/x999/ & /.{3}/"))
+
+
+IGNORED = {
+    "regex": {"regex": f"(?i){ANY * 50}"},
+    "other flags": {"regex": f"(?si:{ANY * 50})"},
+    "escapes": {"regex": r"(?i)" + r"\w\W" * 25},
+    "points": {"regex": r"(?i)" + "." * 50},
+    "pattern": {"json": {"type": "string", "pattern": f"(?i){ANY * 50}"}},
+    "names": {"json": {"type": "object", "patternProperties": {f"(?i){ANY * 50}": {}}}},
+    "white space": {"json_object": True, "whitespace_pattern": f"(?i){ANY * 50}"},
+    "rule": {"grammar": f"start: /{ANY * 50}/i"},
+    "terminal": {"grammar": f"start: A\nA: /{ANY * 50}/si"},
+    "inner terminal": {"grammar": f"start: A\nB: /{ANY * 10}/i\nA: B B B B B"},
+    "schema": {"grammar": "start: %json " + json.dumps({"type": "string", "pattern": f"(?i){ANY * 50}"})},
+    "stop": {"grammar": f'start: a\na[stop=/{ANY * 50}/i]: "x"'},
+    "ignored": {"grammar": f'start: "x"\n%ignore /{ANY * 50}/i'},
+}
+
+
+@pytest.mark.parametrize("given", IGNORED.values(), ids=IGNORED)
+def test_many_classes_where_case_is_ignored_are_refused(given):
+    with pytest.raises(RequestError, match="classes of characters where case is ignored, can be enforced"):
+        StructuredOutputsParams(**given)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    tokenizer = tokenizer_of("bundled")
+    return GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
+
+
+ACCEPTED = {
+    "classes that ignore case": {"regex": f"(?i){ANY * 39}"},
+    "words that ignore case": {"grammar": "start: A\nA: " + " | ".join(f'"word{i}"i' for i in range(500))},
+    "classes": {"regex": "[a-z]" * 500},
+    "an intersection": {"grammar": "start: AA\nAA: /(.{9})*/ & /(.{8})*/"},
+    "names": {"json": {"type": "object", "patternProperties": {f"^a{i}$": {} for i in range(100)}}},
+    "choices that begin alike": {"choice": [f"x{i}" for i in range(2500)]},
+}
+
+
+@pytest.mark.parametrize("given", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_accepted_takes_little_time(given, compiler):
+    begin = time.thread_time()
+    compiler.check(StructuredOutputsParams(**given))
+    assert time.thread_time() - begin < 3
+
+
+@pytest.mark.parametrize("num_objects", [1, 4])
+def test_names_that_are_compared_in_pairs_are_limited(num_objects):
+    names = {f"^a{i}$": {} for i in range({1: 101, 4: 51}[num_objects])}
+    schema = {"type": "object", "properties": {str(i): {"patternProperties": names} for i in range(num_objects)}}
+    for given in ({"json": schema}, {"grammar": f"start: %json {json.dumps(schema)}"}):
+        with pytest.raises(RequestError, match=r"'patternProperties' at .* too many expressions, which are compared"):
+            StructuredOutputsParams(**given)
+
+
+LOW, HIGH = {"exclusiveMinimum": 0}, {"exclusiveMaximum": 1}
+NOT_ENFORCED = {
+    "low": LOW | {"maximum": 0.75},
+    "both": {"exclusiveMinimum": 5, "exclusiveMaximum": 5.5},
+    "high": {"minimum": -0.5, "exclusiveMaximum": 0},
+    "negative": {"minimum": -1.5, "exclusiveMaximum": -1},
+    "beside a weaker one": LOW | {"minimum": 0, "maximum": 0.1},
+    "allOf": {"allOf": [LOW, {"maximum": 0.5}]},
+    "in allOf": {"maximum": 0.5, "allOf": [{"allOf": [LOW]}]},
+    "reference": {"$ref": "#/$defs/a~1b", "maximum": 0.5},
+}
+
+
+@pytest.mark.parametrize("schema", NOT_ENFORCED.values(), ids=NOT_ENFORCED)
+def test_an_excluded_integer_beside_another_near_bound_is_refused(schema):
+    """Llguidance's numbers have the excluded bound, if no other integer lies between the two."""
+    root = {"type": "object", "properties": {"p": {"type": "number"} | schema}, "$defs": {"a/b": LOW}}
+    with pytest.raises(RequestError, match=r"keyword 'exclusive(Minimum|Maximum)' at /properties/p, which cannot be"):
+        StructuredOutputsParams(json=root)
+
+
+ENFORCED = [LOW | {"maximum": 1}, LOW | HIGH, {"exclusiveMinimum": 0.25, "exclusiveMaximum": 0.75}, LOW]
+ENFORCED += [{"minimum": 0, "maximum": 0.75}, LOW | {"minimum": 0.5, "maximum": 0.75}, HIGH | {"maximum": 0.5}]
+ENFORCED += [LOW | {"maximum": 0.5, "type": "integer", "minimum": -5}]
+
+
+@pytest.mark.parametrize("schema", ENFORCED)
+def test_other_bounds_are_enforced(schema):
+    StructuredOutputsParams(json={"type": "number"} | schema)
+
+
+def test_options_of_llguidance_in_a_schema_have_no_effect():
+    options = {"item_separator": "; ", "coerce_one_of": True}
+    schema = {"type": "array", "items": {"type": "integer", "x-guidance": options}, "x-guidance": options}
+    made = json.loads(StructuredOutputsParams(json=schema | {"x-own": 1}).json)
+    assert made == {"type": "array", "items": {"type": "integer"}, "x-own": 1}
