@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -23,7 +22,6 @@ from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
 from mmvllm.processors import chat_template
 from mmvllm.processors.chat import Processor
-from mmvllm.processors.chat_template import ChatTemplate
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.time_limit import Watchdog
@@ -300,21 +298,6 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 # Asks for the length of a loop over a long iterator, where jinja2 catches every Exception.
 CATCHES = "{% for x in range(99999)|map('string')|select('string') %}{% if loop is sequence %}{% endif %}{% endfor %}"
-
-
-def test_all_renderings_of_a_template_of_a_request_share_its_time(monkeypatch):
-    """The template is rendered several times to find out whether it takes parts."""
-    watchdog, given = SimpleNamespace(run=lambda work, seconds: given.append(seconds) or work()), []
-    monkeypatch.setattr(chat_template, "_WATCHDOG", watchdog)
-    now = iter(range(1000))
-    monkeypatch.setattr(chat_template, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    own = ChatTemplate(tokenizer, RULES)
-    own.render([{"role": "user", "content": "a"}], {})
-    assert set(given) == {10.0}
-    given.clear()
-    own.replaced_by("{{ messages[0].content }}").render([{"role": "user", "content": "a"}], {})
-    assert given == [10.0 - i for i in range(len(given))] and len(given) > 2
 
 
 @pytest.mark.parametrize("template", [LOOPS, CATCHES], ids=["loops", "catches"])

@@ -1,5 +1,7 @@
 """The end of a prompt, a template of the request's own, and templates that take strings only."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mmvllm import LLM
@@ -7,7 +9,9 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
+from mmvllm.processors import chat_template as chat_template_module
 from mmvllm.processors.chat import Processor
+from mmvllm.processors.chat_template import ChatTemplate
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.requests import parse_request
@@ -180,3 +184,18 @@ def test_a_conversation_is_continued_by_an_llm(make_llm):
     assert rest.prompt_token_ids == [*whole.prompt_token_ids, *whole.token_ids[:3]]
     assert start + rest.text == whole.text
     assert llm.chat(messages, use_tqdm=False, chat_template=STRINGS)[0].text
+
+
+def test_all_renderings_of_a_template_of_a_request_share_its_time(monkeypatch):
+    """The template is rendered several times to find out whether it takes parts."""
+    watchdog, given = SimpleNamespace(run=lambda work, seconds: given.append(seconds) or work()), []
+    monkeypatch.setattr(chat_template_module, "_WATCHDOG", watchdog)
+    now = iter(range(1000))
+    monkeypatch.setattr(chat_template_module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    tokenizer = tokenizer_of("bundled")
+    own = ChatTemplate(tokenizer, RULES)
+    own.render([{"role": "user", "content": "a"}], {})
+    assert set(given) == {10.0}
+    given.clear()
+    own.replaced_by("{{ messages[0].content }}").render([{"role": "user", "content": "a"}], {})
+    assert given == [10.0 - i for i in range(len(given))] and len(given) > 2

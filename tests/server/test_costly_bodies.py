@@ -179,3 +179,10 @@ def test_tools_that_do_not_fit_are_refused_before_their_schemas_are_read(app):
     error = error_of(call(app, "POST", CHAT, json=chat("Hi", tools=tools)))
     assert error["param"] == "tools" and "characters, at most 65536" in error["message"]
     assert time.thread_time() - begin < 4  # 20 s, if all are read
+
+
+def test_every_entry_of_a_bias_that_is_documented_is_accepted(app):
+    bias = {str(i): 0.5 for i in range(700)} | {f"{i:04}": 0.5 for i in range(324)}
+    assert len(bias) == 1024 and call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, logit_bias=bias)).is_success
+    error = error_of(call(app, "POST", CHAT, json=chat("Hi", logit_bias=bias | {"1024": 1})))
+    assert error["message"] == "an object of the body has 1025 keys, at most 1024 are accepted"
