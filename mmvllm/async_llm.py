@@ -43,6 +43,7 @@ from mmvllm.errors import (
     first_line,
     without_frames,
 )
+from mmvllm.forks import OwnProcess
 from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
     AdmissionWindow,
@@ -162,6 +163,7 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         self._grammars = ThreadPoolExecutor(1, "mmvllm-grammar")
+        self._process = OwnProcess()
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
         self._thread = (
@@ -288,6 +290,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """End a request; False if there is none with this id. On return its blocks and media are freed."""
+        self._process.check()
         with self._changed:
             stream = self._streams.get(request_id)
         if stream is None:
@@ -298,6 +301,7 @@ class AsyncLLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget the KV of all prompts before any request that is prepared from now on; True, as vLLM's method."""
+        self._process.check()
         self._thread.reset_prefix_cache()
         return True
 
@@ -346,6 +350,7 @@ class AsyncLLM:
         await self.shutdown(drain=error is None)
 
     def _admit(self, request_id: str | None, num_completions: int) -> _Stream:
+        self._process.check()
         request_id = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(request_id, str):
             raise ParameterError("request_id", request_id, "str or None")
@@ -503,6 +508,8 @@ class AsyncLLM:
                 self._end(stream, kind(reason))
 
     def _close(self, drain: bool, timeout: float | None = None) -> None:
+        if not self._process.is_here:
+            return
         with self._changed:
             if self._status == "ok":
                 self._status = "draining"

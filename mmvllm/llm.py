@@ -344,6 +344,7 @@ class LLM:
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
         """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        self.engine.process.check()
         check_lengths(sampling_params, 1)
         if isinstance(prompt, dict):
             options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
@@ -399,6 +400,8 @@ class LLM:
 
     def exit(self) -> None:
         """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        if not self.engine.process.is_here:
+            return
         self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
         with self._lock:
             self._is_asleep = False
@@ -460,11 +463,13 @@ class LLM:
             call.abort()
 
     def _call(self, **options: Any) -> Call:
+        self.engine.process.check()
         return Call(self.engine, self._lock, self._give_way, **options)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The lock; threads that run step after step, and could take it again first each time, give way."""
+        self.engine.process.check()  # before the lock, which a thread may have held that the fork does not have
         caller = object()
         try:
             self._callers.add(caller)
@@ -481,6 +486,7 @@ class LLM:
     def _prefetch(
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
+        self.engine.process.check()
         prepare = self._intake.preparing(self.processor if processor is None else self._intake.adapt(processor))
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 

@@ -58,7 +58,8 @@ class SamplingParams:
         temperature: 0 is greedy decoding, as is any value below 1e-5; higher values make sampling more random.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this value, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1].
+        min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1]; after top_k and top_p, as
+            in transformers.
         max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
             is there, is a limit too. With prompt_logprobs it may be 0.
         min_tokens: minimum number of generated tokens before a stop condition applies.

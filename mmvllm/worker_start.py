@@ -22,7 +22,14 @@ def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main:
     Args:
         is_daemon: a daemon may not start processes of its own.
         needs_main: whether the process imports the main module, for objects of its classes.
+
+    Raises RuntimeError in a daemon, which Python does not let start processes.
     """
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "a process has to be started, which a daemonic process of multiprocessing, such as those of its pools, may "
+            "not do; use one that is no daemon, or one device without worker processes"
+        )
     process = multiprocessing.get_context("spawn").Process(
         target=target, args=args, name=PROCESS_NAME, daemon=is_daemon
     )

@@ -33,6 +33,7 @@ from mmvllm.engine.stats import StepStats, step_stats
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
+from mmvllm.forks import OwnProcess
 from mmvllm.inputs import EngineInput
 from mmvllm.lora import LoRARequest
 from mmvllm.outputs import RequestOutput
@@ -68,6 +69,7 @@ class LLMEngine:
         checkpoint = read_checkpoint(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
         self._folder = checkpoint.folder
         self.config = config = checkpoint.config
+        self.process = OwnProcess()
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder, config.chat_template)
@@ -347,7 +349,7 @@ class LLMEngine:
         `reason` is what requests and steps are refused with from then on.
         """
         self._exit_reason = reason
-        if self._exited:
+        if self._exited or not self.process.is_here:  # a fork has none of the engine's threads and processes
             return
         self._is_exiting = self._exited = True
         self._ahead = None
@@ -373,6 +375,7 @@ class LLMEngine:
             raise EngineFailed(f"the engine failed: {first_line(error)}") from error
 
     def _check_usable(self) -> None:
+        self.process.check()
         if self._failure is not None:
             raise EngineFailed(f"the engine failed: {self._failure}")
         if self._is_exiting:

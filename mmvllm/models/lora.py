@@ -98,7 +98,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has the peft_type {shown(kind)}; only 'LORA' is supported")
     if found := [name for name in _UNSUPPORTED if config.get(name)]:
         given = ", ".join(f"{name} {config[name]!r:.100}" for name in found)
-        raise ValueError(f"{path} has {given}, which is not supported")
+        remedy = "; merge the adapter into its model with PEFT's merge_and_unload first" * ("modules_to_save" in found)
+        raise ValueError(f"{path} has {given}, which is not supported{remedy}")
     for name, kinds in _TYPES.items():
         if not isinstance(config.get(name), kinds):
             raise ValueError(f"{path} has {name} {config[name]!r:.100}, which PEFT does not write")
