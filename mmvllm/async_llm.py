@@ -213,10 +213,11 @@ class AsyncLLM:
         output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
+            self._engine.grammars.check(params.structured)  # of many others since then: the engine's thread never waits
             self._hand_over(stream, params, request, prompt, pooling)
 
         if params.structured is not None and not self._engine.grammars.has(params.structured):
-            request = partial(self._with_grammar, request, params.structured)
+            request = partial(self._with_grammar, with_own_token_ids(request), params.structured)
         try:
             with self._running(stream, request, give, timeout, load):
                 while output is None:

@@ -15,7 +15,7 @@ from mmvllm.errors import RequestError
 
 MAX_COST = 16_000  # 0.2 s
 MAX_INTERSECTIONS = 11
-MAX_INTERSECTED = 10_000  # product of the sizes: the states in which the expressions together can be
+MAX_INTERSECTED = 25_000  # product of the sizes: the states in which the expressions together can be
 _OF_CLASS = 400  # the cost of a class of characters where case is ignored
 MAX_PARTS = 4000  # of a rule
 _LARGEST = 10**9  # sizes are not counted further
@@ -25,7 +25,9 @@ TOO_COSTLY = (
     f"{MAX_COST // _OF_CLASS} classes of characters where case is ignored, can be enforced"
 )
 _NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
-_NO_CHARACTER = re.compile(r"\{[^{}]*\}|[/()|*+?^$]")  # of a text, in an expression without escapes and classes
+_NO_CHARACTER = re.compile(
+    r"\(\?[a-zA-Z-]*:?|\{[^{}]*\}|[/()|*+?^$]"
+)  # of a text, in an expression without escapes and classes
 # The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
 # end of the grammar, so that no character is read twice.
 _TOKEN = re.compile(
@@ -35,7 +37,7 @@ _TOKEN = re.compile(
 )
 # A rule may have attributes or a parameter before the colon.
 _DEFINES = re.compile(r"[ \t]*(?:\[[^\]\n]*\]|::[^:\n]*)?[ \t]*:(?!:)")
-_CLASSES = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*+\]?|\\[wWdDsSpP]|\.", re.DOTALL)
+_CLASSES = re.compile(r"\\[wWdDsSpP]|(?P<other>\\.)|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\.", re.DOTALL)
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _FLAGS = re.compile(r"[imslux]+")  # after an expression of a grammar
 _TIMES = re.compile(r"(?:\{(?:[^{},]*,)?|~(?:\s*\d+\s*\.\.)?)\s*(\d{1,9})")
@@ -165,10 +167,10 @@ def _of_rule(body: list[_Token]) -> _Cost:
 def _of_regex(text: str, ignores_case: bool = False) -> _Cost:
     times = _times(text)
     ignores_case |= _IGNORES_CASE.search(text) is not None
-    of_classes = _OF_CLASS * len(_CLASSES.findall(text)) if ignores_case else 0
+    num_classes = sum(match["other"] is None for match in _CLASSES.finditer(text)) if ignores_case else 0
     size = min(len(_NO_CHARACTER.sub("", _NOT_OPERATORS.sub("x", text))) * times, _LARGEST)
     text = _NOT_OPERATORS.sub("", text)
-    repeats = _OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|") + of_classes
+    repeats = _OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|") + _OF_CLASS * num_classes
     return _Cost(min(repeats, MAX_COST + 1), size=size)
 
 

@@ -49,7 +49,7 @@ MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 MAX_PRODUCT = 100_000  # 40 MB
 MAX_PAIRS = 10_000  # 0.1 s
-MAX_REFERENCES = 8  # that are followed one after the other
+MAX_REFERENCES = 20  # schemas that are looked at for the bounds of a number
 _PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
@@ -151,17 +151,20 @@ def check_keywords(schema: dict[str, Any]) -> None:
 
 def _check_bounds(part: dict[str, Any], place: _Place, root: dict[str, Any]) -> None:
     """Refuse an excluded integer whose other bound is less than 1 away, which llguidance includes in numbers."""
-    if part.get("type") == "integer":
+    kinds = part.get("type", "number")
+    if "number" not in (kinds if isinstance(kinds, list) else [kinds]):
         return
-    bounds = list(_bounds(part, root))
-    low = max((bound for bound in bounds if "inimum" in bound.name), default=None)
-    high = min((bound for bound in bounds if "aximum" in bound.name), key=_strictness, default=None)
-    if low is None or high is None or high.value - low.value >= 1:
-        return
-    for value, is_excluded, name in (low, high):
-        if is_excluded and float(value).is_integer():
-            reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
-            raise _refused(name, place, reason)
+    own = list(_bounds(part, root))
+    members = [one for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) for one in part[name]]
+    for bounds in [own, *([*own, *_bounds(member, root)] for member in members if own and isinstance(member, dict))]:
+        low = max((bound for bound in bounds if "inimum" in bound.name), default=None)
+        high = min((bound for bound in bounds if "aximum" in bound.name), key=_strictness, default=None)
+        if low is None or high is None or high.value >= low.value + 1:
+            continue
+        for value, is_excluded, name in (low, high):
+            if is_excluded and (isinstance(value, int) or value.is_integer()):
+                reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
+                raise _refused(name, place, reason)
 
 
 class _Bound(NamedTuple):
@@ -175,15 +178,19 @@ def _strictness(bound: _Bound) -> tuple[float, bool]:
     return bound.value, not bound.is_excluded
 
 
-def _bounds(part: dict[str, Any], root: dict[str, Any], depth: int = 0) -> Iterator[_Bound]:
-    """The bounds of a number; also those of allOf and of a reference."""
-    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if is_number(value := part.get(name)):
-            yield _Bound(value, name.startswith("ex"), name)
-    others = part["allOf"] if isinstance(part.get("allOf"), list) else []
-    for other in [*others, _referred(part, root)]:
-        if isinstance(other, dict) and depth < MAX_REFERENCES:
-            yield from _bounds(other, root, depth + 1)
+def _bounds(part: dict[str, Any], root: dict[str, Any]) -> Iterator[_Bound]:
+    """The bounds of a number; also those of allOf and of a reference, in the first `MAX_REFERENCES` schemas."""
+    waiting, seen = [part], set()
+    while waiting and len(seen) < MAX_REFERENCES:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if is_number(value := part.get(name)):
+                yield _Bound(value, name.startswith("ex"), name)
+        waiting += part["allOf"] if isinstance(part.get("allOf"), list) else []
+        waiting.append(_referred(part, root))
 
 
 def _referred(part: dict[str, Any], root: Any) -> Any:

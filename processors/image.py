@@ -40,8 +40,8 @@ STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
 
 _SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
-# Settings with one supported value.
 _LARGEST = 1e6  # of what pixels are normalised with
+# Settings with one supported value.
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
 

@@ -112,7 +112,7 @@ class Uploads:
 
     async def _sizes(self) -> list[int]:
         """The sizes of all files, of a scan that begins after the call: uploads that wait for one share it."""
-        if self._next_scan is None:
+        if self._next_scan is None or self._next_scan.done():
             self._next_scan = asyncio.create_task(self._scan(self._last_scan))
         return await asyncio.shield(self._next_scan)
 

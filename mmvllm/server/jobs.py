@@ -252,7 +252,7 @@ class JobFactory:
         model, keys = self._model(body)
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
-        room = 1 if body.max_tokens == convert.NO_LIMIT else max(1, params.max_tokens)
+        room = max(1, params.max_tokens) if params.max_tokens < self._engine.max_model_len else 1
         requests = self._requests("prompt", prompts, body.truncate_prompt_tokens, keys, room)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
+from mmvllm.engine.grammar import MAX_COMPILED
 from mmvllm.errors import DeadlineExceeded, RequestError
 from tests.helpers.async_engines import QUESTION, SHORT, async_test, collect, wait_until_idle
 from tests.helpers.requests import ask
@@ -83,3 +84,38 @@ async def test_a_grammar_that_cannot_be_enforced_is_refused_before_anything_is_f
     params = SamplingParams(structured={"grammar": "start: nothing"})
     with pytest.raises(RequestError, match=r"structured\.grammar cannot be enforced"):
         await collect(engine, fetched, params)
+
+
+@async_test
+async def test_a_grammar_that_was_dropped_is_not_compiled_in_the_engines_thread(engine, monkeypatch):
+    """So many others come while a request is fetched that its own is no longer kept."""
+    threads, compile_, may_go = {}, engine._engine.grammars._compile, asyncio.Event()
+
+    def noted(params):
+        threads.setdefault(params.regex, []).append(threading.current_thread().name)
+        return compile_(params)
+
+    async def fetched():
+        await may_go.wait()
+        return ask("Hello")
+
+    monkeypatch.setattr(engine._engine.grammars, "_compile", noted)
+    task = asyncio.create_task(collect(engine, fetched, matching("dropped")))
+    while "dropped" not in threads:
+        await asyncio.sleep(0.01)
+    for number in range(MAX_COMPILED):
+        engine._engine.grammars.check(matching(f"other{number}").structured)
+    may_go.set()
+    assert (await task)[1] == ["dropped"]
+    assert len(threads["dropped"]) == 2 and all("engine" not in name for name in threads["dropped"])
+
+
+@async_test
+async def test_token_ids_may_be_changed_after_the_call(engine):
+    ids = [5, 6, 7]
+    stream = engine.generate({"prompt_token_ids": ids}, matching("tok{3}en"))
+    first = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)
+    ids[:] = [1, 1]
+    assert (await first).prompt_token_ids == [5, 6, 7]
+    await stream.aclose()

@@ -139,7 +139,7 @@ def test_a_caption_that_no_output_can_have_is_a_failure_and_the_job_resumes(fold
         assert "its record would have" in record["error"] and record["caption"] is None
         assert list(caption_images(folder / "000.png", endpoint=fake.url, output=output)) == []
         (again,) = caption_images(folder / "000.png", endpoint=fake.url, output=output, retry_failed=True)
-        assert again["error"] == record["error"]
+        assert "its record would have" in again["error"]
 
 
 @pytest.mark.network

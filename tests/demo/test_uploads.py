@@ -284,3 +284,14 @@ def test_a_scan_that_is_shared_begins_after_the_upload(uploads, monkeypatch):
         await waits
 
     asyncio.run(visit())
+
+
+def test_a_scan_that_ends_with_its_event_loop_keeps_no_later_upload_waiting(uploads):
+    async def ends():
+        tasks = [asyncio.create_task(uploads.has_room())]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(uploads.has_room()))
+        await asyncio.sleep(0.02)
+
+    asyncio.run(ends())
+    assert asyncio.run(uploads.has_room())

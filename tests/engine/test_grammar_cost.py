@@ -1,5 +1,6 @@
 """What takes long to compile in ways that llguidance does not bound is refused; what is accepted takes little time."""
 
+import contextlib
 import json
 import time
 
@@ -93,6 +94,8 @@ def test_names_that_are_compared_in_pairs_are_limited(num_objects):
 
 LOW, HIGH = {"exclusiveMinimum": 0}, {"exclusiveMaximum": 1}
 NOT_ENFORCED = {
+    "beside anyOf": LOW | {"anyOf": [{"type": "number", "maximum": 0.5}, {"type": "null"}]},
+    "any type": LOW | {"maximum": 0.5, "type": ["null", "number"]},
     "low": LOW | {"maximum": 0.75},
     "both": {"exclusiveMinimum": 5, "exclusiveMaximum": 5.5},
     "high": {"minimum": -0.5, "exclusiveMaximum": 0},
@@ -114,6 +117,7 @@ def test_an_excluded_integer_beside_another_near_bound_is_refused(schema):
 
 ENFORCED = [LOW | {"maximum": 1}, LOW | HIGH, {"exclusiveMinimum": 0.25, "exclusiveMaximum": 0.75}, LOW]
 ENFORCED += [{"minimum": 0, "maximum": 0.75}, LOW | {"minimum": 0.5, "maximum": 0.75}, HIGH | {"maximum": 0.5}]
+ENFORCED += [LOW | {"maximum": 0.5, "type": "string"}, {"minimum": 0.5, "maximum": 10**400}, {"minimum": -(10**400)}]
 ENFORCED += [LOW | {"maximum": 0.5, "type": "integer", "minimum": -5}]
 
 
@@ -127,3 +131,33 @@ def test_options_of_llguidance_in_a_schema_have_no_effect():
     schema = {"type": "array", "items": {"type": "integer", "x-guidance": options}, "x-guidance": options}
     made = json.loads(StructuredOutputsParams(json=schema | {"x-own": 1}).json)
     assert made == {"type": "array", "items": {"type": "integer"}, "x-own": 1}
+
+
+def test_references_that_lead_to_each_other_are_followed_once():
+    for schema in (
+        {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 60}}, "$ref": "#/$defs/a"},
+        {"allOf": [{"allOf": [{"minimum": i}] * 30} for i in range(30)], "type": "number"},
+    ):
+        begin = time.thread_time()
+        with contextlib.suppress(RequestError):
+            StructuredOutputsParams(json=schema)
+        assert time.thread_time() - begin < 1
+
+
+USED = [
+    {"regex": r"(?i)(" + "|".join(rf"v\.{i}\.x" for i in range(60)) + ")"},
+    {"grammar": "start: T\nT: /(?s:.){0,200}/ & ~/(?s:.)*(foo|bar|bazzz)(?s:.)*/"},
+    {"grammar": "start: T\nT: /(.|\\n){0,1000}/ & ~/(.|\\n)*<end>(.|\\n)*/"},
+]
+
+
+@pytest.mark.parametrize("given", USED)
+def test_expressions_in_use_are_accepted(given, compiler):
+    begin = time.thread_time()
+    compiler.check(StructuredOutputsParams(**given))
+    assert time.thread_time() - begin < 1
+
+
+def test_classes_behind_an_escaped_bracket_are_counted():
+    with pytest.raises(RequestError, match="classes of characters where case is ignored"):
+        StructuredOutputsParams(regex=r"(?i)\[" + r"\W" * 50)

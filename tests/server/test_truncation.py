@@ -37,7 +37,7 @@ def test_the_last_tokens_of_each_prompt_are_kept(number, as_ids, app, engine):
     assert prompts_kept(app, tokens[1] if as_ids else texts[1], truncate_prompt_tokens=number) == want[1:]
 
 
-@pytest.mark.parametrize(("max_tokens", "room"), [(5, 5), (-1, 1), (10**6, 2047)])
+@pytest.mark.parametrize(("max_tokens", "room"), [(5, 5), (2047, 2047), (-1, 1), (2048, 1), (10**6, 1)])
 @pytest.mark.parametrize("num_words", [3000, 200_000])
 def test_a_prompt_of_any_length_is_cut_to_what_fits_beside_the_completion(max_tokens, room, num_words, app, engine):
     text = text_of(num_words)
