@@ -25,9 +25,8 @@ TOO_COSTLY = (
     f"{MAX_COST // _OF_CLASS} classes of characters where case is ignored, can be enforced"
 )
 _NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
-_NO_CHARACTER = re.compile(
-    r"\(\?[a-zA-Z-]*:?|\{[^{}]*\}|[/()|*+?^$]"
-)  # of a text, in an expression without escapes and classes
+# What stands for no character of a text, in an expression without escapes and classes.
+_NO_CHARACTER = re.compile(r"\(\?[a-zA-Z-]*:?|\{[^{}]*\}|[/()|*+?^$]")
 # The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
 # end of the grammar, so that no character is read twice.
 _TOKEN = re.compile(
