@@ -103,6 +103,11 @@ class LLM:
         self.exit()
 
     @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, by the name of vLLM's attribute."""
+        return self.engine
+
+    @property
     def processor(self) -> Prepare:
         """Prepares chat requests: a dict -> EngineInput."""
         return self._intake.processor

@@ -51,6 +51,14 @@ def test_a_bar_is_shown_where_it_is_asked_for(make_llm, checkpoint, use_tqdm, is
         assert ("1/1" in err.getvalue()) == is_shown
 
 
+def test_the_engine_of_an_llm_has_the_groups_of_its_requests(make_llm, checkpoint):
+    llm = make_llm(checkpoint)
+    llm.add_request("Hello", priority=3)
+    llm.llm_engine.step()
+    (group,) = llm.llm_engine.scheduler.groups.values()
+    assert group.priority == 3 and len(group.first_seq.output_token_ids) == 1
+
+
 def test_the_prefix_cache_is_emptied(make_llm, checkpoint):
     llm, request = make_llm(checkpoint, kvcache_block_size=4), ask(noise_image(60, 60), "What is it?")
     first, second = (llm.generate_multimodal(request, SHORT)[0] for _ in range(2))

@@ -168,6 +168,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """The same, by the name that vLLM gives it."""
+        return self.completion_token_ids
+
+    @property
     def last_token(self) -> int:
         return self.token_ids[-1]
 
@@ -298,6 +303,10 @@ class SequenceGroup:
     @property
     def arrival_time(self) -> float:
         return self.first_seq.arrival_time
+
+    @property
+    def priority(self) -> int:
+        return self.first_seq.priority
 
     @property
     def sampling_params(self) -> SamplingParams:

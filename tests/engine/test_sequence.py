@@ -18,7 +18,8 @@ def test_parameters_are_read_through_the_sequence():
     assert (seq.temperature, seq.max_tokens, seq.ignore_eos) == (0.5, 7, True)
     assert seq.last_token == 9
     seq.append_token(77)
-    assert seq.last_token == 77 and seq.completion_token_ids == [77] and len(seq.prompt_token_ids) == 10
+    assert seq.last_token == 77 and len(seq.prompt_token_ids) == 10
+    assert seq.completion_token_ids == seq.output_token_ids == [77]
     assert len(seq) == seq.num_tokens == 11 and seq[-1] == 77 and seq[:2] == [0, 1]
 
 
@@ -91,7 +92,7 @@ def test_a_group_of_several_sequences():
     group = SequenceGroup(seqs, headers)
     assert group.first_seq is seqs[0] and not group.is_single_seq
     assert group.seqs_dict == {seq.seq_id: seq for seq in seqs} and len(group.seqs_dict) == 3
-    assert (group.request_id, group.arrival_time, group.sampling_params) == ("q", 5.0, PARAMS)
+    assert (group.request_id, group.arrival_time, group.sampling_params, group.priority) == ("q", 5.0, PARAMS, 0)
     assert group.trace_headers is headers
     assert not group.has_begun and not group.is_finished
     for name in ("arrival_time", "sampling_params", "first_seq", "is_single_seq", "seqs_dict"):
