@@ -6,7 +6,7 @@ all that the terminals in it have, so that a few short lines may make an express
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from math import prod
@@ -15,6 +15,8 @@ from mmvllm.errors import RequestError
 
 MAX_COST = 16_000  # 0.2 s
 MAX_INTERSECTIONS = 11
+MAX_LENGTH = 100_000  # of a terminal with all that it names
+MAX_CHAIN = 1000  # levels of rules or schemas; some thousands overflow the stack of llguidance, and end the process
 MAX_INTERSECTED = 25_000  # product of the sizes: the states in which the expressions together can be
 _OF_CLASS = 400  # the cost of a class of characters where case is ignored
 MAX_PARTS = 4000  # of a rule
@@ -48,17 +50,23 @@ class _Cost:
     repeats: int = 0
     intersections: int = 0
     size: int = 0  # about the number of states
+    length: int = 0  # in characters, without repetitions
 
     def __iadd__(self, other: "_Cost") -> "_Cost":
         # No more than what is refused, so that numbers stay small.
         self.repeats = min(self.repeats + other.repeats, MAX_COST + 1)
         self.intersections = min(self.intersections + other.intersections, MAX_INTERSECTIONS + 1)
         self.size = min(self.size + other.size, _LARGEST)
+        self.length = min(self.length + other.length, _LARGEST)
         return self
 
     def check(self, param: str, what: str) -> None:
         if self.repeats > MAX_COST:
             raise RequestError(f"{param}: {what} has {TOO_COSTLY}", param=param)
+        if self.length > MAX_LENGTH:
+            raise RequestError(
+                f"{param}: {what} has, with what it names, more than {MAX_LENGTH} characters", param=param
+            )
         if self.intersections > MAX_INTERSECTIONS:
             reason = f"{what} has more than {MAX_INTERSECTIONS} operators & and ~"
             raise RequestError(f"{param}: {reason}", param=param)
@@ -82,20 +90,62 @@ def check_grammar(grammar: str, param: str) -> None:
     bodies: dict[str, list[_Token]] = {}
     for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
         bodies.setdefault(name, []).extend(body)
+    inner = {
+        name: [*dict.fromkeys(text for kind, text in body if kind == "name" and text in bodies)]
+        for name, body in bodies.items()
+    }
+    if longest_chain({name: 1 + _depth(body) for name, body in bodies.items()}, inner) > MAX_CHAIN:
+        raise RequestError(f"{param} has rules that lead more than {MAX_CHAIN} levels deep", param=param)
     costs: dict[str, _Cost] = {}
     waiting, begun = [*bodies], set()
     while waiting:  # without recursion, since terminals may be nested as deeply as there are lines
         name = waiting[-1]
-        inner = [text for kind, text in bodies[name] if kind == "name" and text in bodies and text not in begun]
-        if name not in begun and inner and _is_terminal(name):
+        left = [one for one in inner[name] if one not in begun] if name not in costs and _is_terminal(name) else []
+        if name not in begun and left:
             begun.add(name)
-            waiting += inner
+            waiting += left
             continue
         if name not in costs:
             begun.add(name)
             costs[name] = _of_body(bodies[name], costs) if _is_terminal(name) else _of_rule(bodies[name])
             costs[name].check(param, f"{name!r:.50}")
         waiting.pop()
+
+
+def _depth(body: list[_Token]) -> int:
+    """How many brackets are inside one another."""
+    depth = most = 0
+    for kind, text in body:
+        if kind == "other" and text in "([{":
+            depth += 1
+            most = max(most, depth)
+        elif kind == "other" and text in ")]}":
+            depth -= 1
+    return most
+
+
+def longest_chain(weights: Mapping[str, int], following: Mapping[str, Sequence[str]]) -> int:
+    """The largest weight of names that lead to each other, one after the other; of names in a circle, that of all."""
+    longest: dict[str, int] = {}
+    for start in weights:
+        waiting, begun = [start], set()
+        while waiting:
+            name = waiting[-1]
+            inner = [] if name in longest else [one for one in following.get(name, ()) if one in weights]
+            left = [one for one in inner if one not in longest]
+            if any(one in begun for one in left):
+                return sum(weights.values())
+            if left:
+                begun.add(name)
+                if name in left:
+                    return sum(weights.values())
+                waiting += dict.fromkeys(left)
+                continue
+            if name not in longest:
+                longest[name] = weights[name] + max((longest[one] for one in inner), default=0)
+                begun.discard(name)
+            waiting.pop()
+    return max(longest.values(), default=0)
 
 
 def _definitions(grammar: str) -> Iterator[tuple[str, list[_Token]]]:
@@ -123,7 +173,7 @@ def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
         if kind == "regex":
             own = _of_regex(text, _has_flag_i(following))
         elif kind == "text":
-            own = _Cost(size=len(text))
+            own = _Cost(size=len(text), length=len(text))
         elif kind == "name":
             own = _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
             own += costs[text] if text in costs and _is_terminal(text) else _Cost()
@@ -164,13 +214,13 @@ def _of_rule(body: list[_Token]) -> _Cost:
 
 
 def _of_regex(text: str, ignores_case: bool = False) -> _Cost:
-    times = _times(text)
+    times, length = _times(text), len(text)
     ignores_case |= _IGNORES_CASE.search(text) is not None
     num_classes = sum(match["other"] is None for match in _CLASSES.finditer(text)) if ignores_case else 0
     size = min(len(_NO_CHARACTER.sub("", _NOT_OPERATORS.sub("x", text))) * times, _LARGEST)
     text = _NOT_OPERATORS.sub("", text)
     repeats = _OF_REPEAT * sum(map(text.count, "*+?{")) + text.count("|") + _OF_CLASS * num_classes
-    return _Cost(min(repeats, MAX_COST + 1), size=size)
+    return _Cost(min(repeats, MAX_COST + 1), size=size, length=length)
 
 
 def _of_operator(text: str) -> _Cost:

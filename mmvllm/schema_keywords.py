@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmvllm.arguments import is_number
 from mmvllm.errors import RequestError
-from mmvllm.grammar_cost import TOO_COSTLY, is_costly
+from mmvllm.grammar_cost import MAX_CHAIN, TOO_COSTLY, is_costly, longest_chain
 
 ENFORCED = frozenset(
     (
@@ -49,7 +49,8 @@ MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
 MAX_PRODUCT = 100_000  # 40 MB
 MAX_PAIRS = 10_000  # 0.1 s
-MAX_REFERENCES = 20  # schemas that are looked at for the bounds of a number
+LARGEST_INTEGER = 2**53  # that, with all smaller ones, float64 has
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
@@ -89,7 +90,7 @@ def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _enforceable(schema: Any, drops: bool) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    schema, made = _with_null(schema), {}
+    schema, made = _with_near_bounds(_with_null(schema)), {}
     for keyword, value in schema.items():
         if _demands_nothing(keyword, value):
             continue
@@ -113,6 +114,18 @@ def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(values := schema.get("enum"), list) and None not in values:
         made["enum"] = [*values, None]
     return made
+
+
+def _with_near_bounds(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with bounds of integers that llguidance can represent: what fits them fits those of 64 bits, too."""
+    if _kinds(schema) == {"number"}:
+        return schema
+    near = {}
+    for name in _BOUNDS:
+        sign = 1 if "aximum" in name else -1
+        if is_number(value := schema.get(name)) and value * sign > LARGEST_INTEGER:
+            near[name] = sign * LARGEST_INTEGER
+    return {**schema, **near}
 
 
 def _demands_nothing(keyword: str, value: Any) -> bool:
@@ -145,62 +158,10 @@ def check_keywords(schema: dict[str, Any]) -> None:
         # A text may have the same additional key twice, which is one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
-        _check_bounds(part, place, schema)
+        others = isinstance(part.get("items"), list) or "additionalItems" in part
+        if "prefixItems" in part and others:  # of an earlier draft, in which it means nothing
+            raise _refused("prefixItems", place, "cannot be enforced beside additionalItems or a list of items")
     check_cost(schema)
-
-
-def _check_bounds(part: dict[str, Any], place: _Place, root: dict[str, Any]) -> None:
-    """Refuse an excluded integer whose other bound is less than 1 away, which llguidance includes in numbers."""
-    kinds = part.get("type", "number")
-    if "number" not in (kinds if isinstance(kinds, list) else [kinds]):
-        return
-    own = list(_bounds(part, root))
-    members = [one for name in ("anyOf", "oneOf") if isinstance(part.get(name), list) for one in part[name]]
-    for bounds in [own, *([*own, *_bounds(member, root)] for member in members if own and isinstance(member, dict))]:
-        low = max((bound for bound in bounds if "inimum" in bound.name), default=None)
-        high = min((bound for bound in bounds if "aximum" in bound.name), key=_strictness, default=None)
-        if low is None or high is None or high.value >= low.value + 1:
-            continue
-        for value, is_excluded, name in (low, high):
-            if is_excluded and (isinstance(value, int) or value.is_integer()):
-                reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
-                raise _refused(name, place, reason)
-
-
-class _Bound(NamedTuple):
-    value: float
-    is_excluded: bool
-    name: str
-
-
-def _strictness(bound: _Bound) -> tuple[float, bool]:
-    """By which the strictest upper bound is the least."""
-    return bound.value, not bound.is_excluded
-
-
-def _bounds(part: dict[str, Any], root: dict[str, Any]) -> Iterator[_Bound]:
-    """The bounds of a number; also those of allOf and of a reference, in the first `MAX_REFERENCES` schemas."""
-    waiting, seen = [part], set()
-    while waiting and len(seen) < MAX_REFERENCES:
-        part = waiting.pop()
-        if not isinstance(part, dict) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-            if is_number(value := part.get(name)):
-                yield _Bound(value, name.startswith("ex"), name)
-        waiting += part["allOf"] if isinstance(part.get("allOf"), list) else []
-        waiting.append(_referred(part, root))
-
-
-def _referred(part: dict[str, Any], root: Any) -> Any:
-    """What a reference within the schema refers to; None if there is none."""
-    reference = part.get("$ref")
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return None
-    for name in reference[2:].split("/"):
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root
 
 
 def _expressions_in(part: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -212,6 +173,9 @@ def _expressions_in(part: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 def check_cost(schema: dict[str, Any]) -> None:
     """Raise RequestError for a keyword that takes too long to compile, which llguidance's own limits do not bound."""
+    _check_numbers(schema)
+    _check_depth(schema)
+    _check_bounds(schema)
     _check_conjunctions(schema)
     _check_multiples(schema)
     _check_products(schema)
@@ -225,6 +189,79 @@ def check_cost(schema: dict[str, Any]) -> None:
         for keyword, patterns in _expressions_in(part):
             if is_costly("".join(pattern for pattern in patterns if isinstance(pattern, str))):
                 raise _refused(keyword, place, f"has {TOO_COSTLY}")
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Refuse integers that float64 does not have: llguidance rounds them, and fails with some."""
+    for place, part in _parts(schema):
+        kinds = _kinds(part)
+        for name in _BOUNDS:
+            if is_number(value := part.get(name)) and abs(value) > LARGEST_INTEGER and kinds != {"number"}:
+                raise _refused(name, place, f"has to be in [-2**53, 2**53], got {value!r:.40}")
+        for name in ("const", "enum"):
+            if _has_larger(part.get(name)):
+                raise _refused(name, place, "has a number beyond 2**53; write the numbers as strings")
+
+
+def _kinds(part: Mapping[str, Any]) -> set[Any]:
+    kinds = part.get("type")
+    return {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+
+
+def _has_larger(value: Any) -> bool:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            waiting.extend(one.values() if isinstance(one, dict) else one)
+        elif is_number(one) and abs(one) > LARGEST_INTEGER:
+            return True
+    return False
+
+
+def _check_depth(schema: dict[str, Any]) -> None:
+    """Refuse references that lead to each other too deeply: llguidance follows them by recursion."""
+    depths: dict[str, int] = {}  # by definition; "" is the schema itself
+    references: dict[str, list[str]] = {}
+    for place, part in _parts(schema):
+        is_inner = place[:1] in (("$defs",), ("definitions",))
+        owner = "/".join(map(str, place[:2])) if is_inner else ""
+        depths[owner] = max(depths.get(owner, 0), len(place) + 1 - 2 * is_inner)
+        if isinstance(reference := part.get("$ref"), str):
+            target = "/".join(reference.partition("#")[2].strip("/").split("/")[:2])
+            references.setdefault(owner, []).append(target)
+    if longest_chain(depths, references) > MAX_CHAIN:
+        raise _refused("$ref", (), f"leads, with others, more than {MAX_CHAIN} levels deep")
+
+
+def _check_bounds(schema: dict[str, Any]) -> None:
+    """Refuse an excluded integer whose other bound is less than 1 away, which llguidance includes in numbers.
+
+    Where schemas are combined, the other bound may be anywhere.
+    """
+    bounds = [(place, part, name) for place, part in _parts(schema) for name in _BOUNDS if is_number(part.get(name))]
+    combines = any(_combines(part) for _, part in _parts(schema))
+    for place, part, name in bounds:
+        value, is_low = part[name], name == "exclusiveMinimum"
+        is_of_numbers = combines or not _kinds(part) or "number" in _kinds(part)
+        if not name.startswith("ex") or not is_of_numbers or not (isinstance(value, int) or value.is_integer()):
+            continue
+        others = [one[other] for _, one, other in bounds if ("aximum" in other) is is_low and (combines or one is part)]
+        near = (value, value + 1) if is_low else (value - 1, value)
+        own = part.get("minimum" if is_low else "maximum")  # which may be stricter
+        if is_number(own) and near[0] < own < near[1]:
+            continue
+        if any(near[0] < other < near[1] for other in others):
+            reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
+            raise _refused(name, place, reason)
+
+
+def _combines(part: dict[str, Any]) -> bool:
+    """Whether a value may have to fit several schemas."""
+    several = [name for name in ("anyOf", "oneOf", "$ref") if name in part]
+    has_others = bool(part.keys() & ENFORCED - {"$defs", "definitions", *several})
+    of_names = "properties" in part and "patternProperties" in part
+    return len(several) + (has_others and bool(several)) > 1 or "allOf" in part or of_names
 
 
 def _check_multiples(schema: dict[str, Any]) -> None:
@@ -248,12 +285,15 @@ def _check_products(schema: dict[str, Any]) -> None:
 
 
 def _num_remainders(value: float) -> int:
-    """The remainders that a digit more can change: factors of ten are told by the last digits."""
+    """About the remainders that a digit more can change: factors of ten are told by the last digits."""
     digits = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
+    while digits % 10 == 0:
+        digits //= 10
+    powers = 1
     for factor in (2, 5):
         while digits % factor == 0:
-            digits //= factor
-    return digits
+            digits, powers = digits // factor, powers * factor
+    return digits * max(1, powers // 64)  # of which a state takes less
 
 
 def _check_conjunctions(schema: dict[str, Any]) -> None:

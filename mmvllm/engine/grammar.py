@@ -197,7 +197,7 @@ def _refused(params: StructuredOutputsParams, message: str) -> RequestError:
     if reason.startswith("oneOf constraints are not supported"):
         reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
     if reason.startswith("NoExtensionBias"):
-        reason = "it refers to itself, or goes on, in a way that has no end"
+        reason = "no text fits it: it refers to itself without end, or demands a control character in JSON"
     return RequestError(f"{param} cannot be enforced: {reason}", param=param)
 
 

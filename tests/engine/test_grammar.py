@@ -17,7 +17,7 @@ from mmvllm.engine.grammar import MAX_COMPILED, GrammarCompiler
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
-from tests.helpers.schemas import SchemaMaker, doubling, write
+from tests.helpers.schemas import SchemaMaker, doubling, wide, write
 from tests.helpers.tokenizers import NAMES, tokenizer_of
 
 WIDTH = 768  # of the logits, more than the tokenizer has
@@ -98,7 +98,7 @@ def test_a_text_that_left_the_grammar_fails(compiler, tokenizer):
 
 def test_a_grammar_that_grows_too_large_fails_alone(compiler, tokenizer):
     with pytest.raises(ConstraintFailed, match=r"row has .* items") as caught:
-        following(compiler, tokenizer.encode("b") * 5, grammar=doubling("b"))
+        following(compiler, tokenizer.encode("b") * 5, grammar=doubling())
     assert caught.value.param == "structured"
 
 
@@ -108,12 +108,13 @@ def test_a_grammar_that_grows_too_large_fails_alone(compiler, tokenizer):
         ("regex", "(a{1000}){1000}"),
         ("json", json.dumps({"const": "a" * 60_000})),
         ("grammar", 'start: "a"{1000000}'),
-        ("grammar", doubling()),
+        ("grammar", wide()),
     ],
 )
 def test_a_grammar_that_is_too_large_for_its_first_tokens_is_refused(kind, value, compiler):
     for _ in range(2):
-        with pytest.raises(RequestError, match=rf"structured.{kind} cannot be enforced: .*[Tt]oo many") as caught:
+        reason = rf"structured.{kind} cannot be enforced: .*([Tt]oo many|row has)"
+        with pytest.raises(RequestError, match=reason) as caught:
             compiler.check(StructuredOutputsParams(**{kind: value}))
         assert caught.value.param == f"structured.{kind}"
 
@@ -187,7 +188,9 @@ def test_a_schema_of_long_names_is_read_in_linear_time():
 
 @pytest.mark.parametrize(("kind", "given"), COSTLY_EXPRESSIONS, ids=range(len(COSTLY_EXPRESSIONS)))
 def test_expressions_that_take_long_to_compile_are_refused(kind, given):
-    with pytest.raises(RequestError, match=r"too many repetitions and alternatives|more than 11 operators") as caught:
+    with pytest.raises(
+        RequestError, match=r"too many repetitions and alternatives|more than 11 operators|levels deep"
+    ) as caught:
         StructuredOutputsParams(**given)
     assert caught.value.param == f"structured.{kind}"
 
@@ -313,7 +316,12 @@ def write_and_validate(compiler, tokenizer, width: int, seeds: range) -> int:
     num_finished = 0
     for seed in seeds:
         schema = SchemaMaker(seed).schema()
-        text, is_finished = write(compiler, StructuredOutputsParams(json=schema), tokenizer, width, seed)
+        try:
+            params = StructuredOutputsParams(json=schema)
+        except RequestError as error:  # of an excluded integer, where schemas are combined
+            assert "beside another bound less than 1 away" in str(error)
+            continue
+        text, is_finished = write(compiler, params, tokenizer, width, seed)
         if is_finished:
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
             num_finished += 1

@@ -104,6 +104,9 @@ NOT_ENFORCED = {
     "allOf": {"allOf": [LOW, {"maximum": 0.5}]},
     "in allOf": {"maximum": 0.5, "allOf": [{"allOf": [LOW]}]},
     "reference": {"$ref": "#/$defs/a~1b", "maximum": 0.5},
+    "in anyOf": {"maximum": 0.5, "anyOf": [LOW]},
+    "of a name": {"properties": {"a": LOW}, "patternProperties": {"^a": {"type": "number", "maximum": 0.5}}},
+    "of items": {"allOf": [{"items": LOW}, {"items": {"maximum": 0.5}}]},
 }
 
 
@@ -111,7 +114,7 @@ NOT_ENFORCED = {
 def test_an_excluded_integer_beside_another_near_bound_is_refused(schema):
     """Llguidance's numbers have the excluded bound, if no other integer lies between the two."""
     root = {"type": "object", "properties": {"p": {"type": "number"} | schema}, "$defs": {"a/b": LOW}}
-    with pytest.raises(RequestError, match=r"keyword 'exclusive(Minimum|Maximum)' at /properties/p, which cannot be"):
+    with pytest.raises(RequestError, match=r"keyword 'exclusive(Minimum|Maximum)' at /.*, which cannot be"):
         StructuredOutputsParams(json=root)
 
 
@@ -161,3 +164,98 @@ def test_expressions_in_use_are_accepted(given, compiler):
 def test_classes_behind_an_escaped_bracket_are_counted():
     with pytest.raises(RequestError, match="classes of characters where case is ignored"):
         StructuredOutputsParams(regex=r"(?i)\[" + r"\W" * 50)
+
+
+def chain(number: int, made) -> dict:
+    """A schema of definitions, each of which refers to the next."""
+    found = {f"d{i}": made({"$ref": f"#/$defs/d{i + 1}"}) for i in range(number)}
+    return {"$defs": found | {f"d{number}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+def lines(number: int, body: str, last: str = '"x"', start: str = "a") -> str:
+    """A grammar of rules or terminals, each of which names the next."""
+    made = (f"{start}{i}: {body.format(f'{start}{i + 1}')}\n" for i in range(number))
+    return f"start: {start}0\n{''.join(made)}{start}{number}: {last}\n"
+
+
+FATAL = {  # to the process: each overflows llguidance's stack
+    "const": {"json": {"const": -(2**63)}},
+    "const, rounded": {"json": {"const": -(2**63) + 512}},
+    "inner const": {"json": {"properties": {"a": {"const": [{"b": -(2**63)}]}}}},
+    "enum": {"json": {"type": "integer", "enum": [-1e300]}},
+    "bounds": {"json": {"type": "integer", "minimum": -1e30, "maximum": -1e20}},
+    "excluded bound": {"json": {"exclusiveMinimum": -(2**63) - 4000, "maximum": -(2**63)}},
+    "in a grammar": {"grammar": "start: %json " + json.dumps({"const": -(2**63)})},
+    "items": {"json": chain(1100, lambda one: {"items": one})},
+    "properties": {"json": chain(900, lambda one: {"properties": {"a": one}})},
+    "anyOf": {"json": chain(1100, lambda one: {"anyOf": [one]})},
+    "deep": {"json": chain(150, lambda one: {"items": {"items": {"items": {"items": {"items": {"items": one}}}}}})},
+    "rules": {"grammar": lines(3500, '"x" {}')},
+    "alternatives": {"grammar": lines(3000, '{} | "x"')},
+    "groups": {"grammar": lines(1100, '(((("x"? {})?)*)+)')},
+    "terminals": {"grammar": lines(4000, "{}", start="A")},
+    "a circle": {"grammar": lines(3000, '"x" {}', last='"y" a0?')},
+    "brackets": {"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000},
+}
+
+
+@pytest.mark.parametrize("given", FATAL.values(), ids=FATAL)
+def test_what_ends_the_process_is_refused(given):
+    reason = "beyond 2\\*\\*53|has to be in \\[-2\\*\\*53|more than 1000 levels deep"
+    with pytest.raises(RequestError, match=reason):
+        StructuredOutputsParams(**given)
+
+
+ALMOST = {
+    "rules": {"grammar": lines(990, '"x" {}')},
+    "terminals": {"grammar": lines(990, "{}", start="A")},
+    "items": {"json": chain(450, lambda one: {"type": "array", "items": one})},
+    "64 bits": {"json": {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}},
+    "53 bits": {"json": {"enum": [2**53, -(2**53)]}},
+    "a power of two": {"json": {"type": "integer", "multipleOf": 2**19}},
+    "a power of five": {"json": {"type": "integer", "multipleOf": 5**6}},
+    "a power of ten": {"json": {"type": "integer", "multipleOf": 10**9}},
+    "a tree": {
+        "json": {
+            "$defs": {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i * 7 % 60}"}}} for i in range(60)},
+            "$ref": "#/$defs/d1",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("given", ALMOST.values(), ids=ALMOST)
+def test_what_is_just_accepted_compiles(given, compiler):
+    begin = time.thread_time()
+    compiler.check(StructuredOutputsParams(**given))
+    assert time.thread_time() - begin < 3
+
+
+@pytest.mark.parametrize("exponent", [20, 22, 31, 52])
+def test_large_powers_of_two_are_no_multiples(exponent):
+    """They took minutes and gigabytes: only factors of ten are told by the last digits."""
+    with pytest.raises(RequestError, match="keyword 'multipleOf' at /, which is too large"):
+        StructuredOutputsParams(json={"type": "integer", "multipleOf": 2**exponent})
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'C: "x"\nB: ' + "C " * 11_000 + "\nA: " + "B " * 11_000 + "\nstart: A\n",
+        "A: " + "B " * 15_000 + '\nB: "y"' + ' "y"' * 4000 + "\nstart: A\n",
+    ],
+)
+def test_terminals_with_many_names_are_refused_at_once(grammar):
+    begin = time.thread_time()
+    with pytest.raises(RequestError, match="has, with what it names, more than 100000 characters"):
+        StructuredOutputsParams(grammar=grammar)
+    assert time.thread_time() - begin < 1
+
+
+@pytest.mark.parametrize("others", [{"additionalItems": False}, {"additionalItems": {}}, {"items": [{}]}])
+def test_items_of_two_drafts_are_refused(others):
+    """Llguidance then takes the schema for one of a draft that has no prefixItems."""
+    schema = {"type": "array", "prefixItems": [{"type": "integer"}]}
+    with pytest.raises(RequestError, match="'prefixItems' at /, which cannot be enforced beside additionalItems"):
+        StructuredOutputsParams(json=schema | others)
+    StructuredOutputsParams(json=schema | {"items": False})

@@ -146,7 +146,12 @@ def _ends(tokenizer, width: int) -> np.ndarray:
     return bias
 
 
-def doubling(end: str | None = None) -> str:
-    """A grammar of 2^2000 letters a, or with an end that each rule may take: it grows with what is written."""
-    other = "" if end is None else f' | "{end}"'
-    return "\n".join(["start: r0", *(f"r{i}: r{i + 1} r{i + 1}{other}" for i in range(2000)), 'r2000: "a"'])
+def doubling() -> str:
+    """A grammar of 2^900 letters a, of which each rule may be one b: it grows with what is written."""
+    rules = (f'r{i}: r{i + 1} r{i + 1} | r{i + 1} "y" | r{i + 1} "z" | "b"' for i in range(900))
+    return "\n".join(["start: r0", *rules, 'r900: "a"'])
+
+
+def wide() -> str:
+    """A grammar of more alternatives than the parser follows at a time."""
+    return "start: " + " | ".join(f'"a{i}" r' for i in range(2100)) + '\nr: "x"'
