@@ -106,8 +106,13 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 def load_json(path: Path) -> Any:
     """What a JSON file has; raises OSError, and ValueError as `parse_json`, or if it has more than `MAX_JSON_BYTES`."""
+    return parse_json(read_text(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
     with path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
         raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
-    return parse_json(content.decode())
+    return content.decode()

@@ -24,6 +24,7 @@ from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.captioning.several import caption_columns
 from mmvllm.errors import ArgumentError
+from mmvllm.sampling_params import MAX_COMPLETIONS
 from mmvllm.text import counted
 
 logger = logging.getLogger(__name__)
@@ -130,12 +131,12 @@ class Journal:
                 yield record
 
     def caption_columns(self) -> list[str]:
-        """The columns of a table for the captions of jobs with several."""
+        """The columns of a table for the captions of jobs with several, at most `MAX_COMPLETIONS`."""
         of_jobs = ((values.get("prompts"), values.get("n", 1)) for values in self.made_with.known.values())
         columns = (
             caption_columns([one["name"] for one in prompts] if prompts else [None], n) for prompts, n in of_jobs
         )
-        return list(dict.fromkeys(itertools.chain(*columns)))
+        return list(dict.fromkeys(itertools.islice(itertools.chain.from_iterable(columns), MAX_COMPLETIONS)))
 
     def close(self) -> None:
         """Close and unlock the file; an empty one is deleted."""

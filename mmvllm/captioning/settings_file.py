@@ -96,8 +96,8 @@ class SettingsFile:
             raise ValueError(f"it has {len(known)} settings, at most {MAX_SETTINGS} are allowed")
         if not all(isinstance(folder, str) for folder in folders):
             raise ValueError("a folder is not text")
-        if sum(map(_num_captions, known.values())) > MAX_COMPLETIONS:
-            raise ValueError(f"its settings make more than {MAX_COMPLETIONS} captions of an image")
+        if max(map(_num_captions, known.values()), default=0) > MAX_COMPLETIONS:
+            raise ValueError(f"settings make more than {MAX_COMPLETIONS} captions of an image")
         return known, folders[-MAX_FOLDERS:]
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmvllm.config import ModelConfig
 from mmvllm.patterns import PatternError, check_repeats_no_choice
 from mmvllm.processors.special_tokens import splitting
-from mmvllm.text import beginning_of, load_json, printable
+from mmvllm.text import beginning_of, load_json, printable, read_text
 
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
@@ -45,7 +45,7 @@ def _given_template(given: str | PathLike) -> str:
     if isinstance(given, str) and any(character in given for character in "{}\n"):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_text(Path(given)).replace("\r\n", "\n")
     except (OSError, ValueError) as error:  # for example, it is no text
         raise ValueError(f"chat_template: {given} cannot be read ({error}); give a file or a Jinja template") from None
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from mmvllm.patterns import Matching, PatternError
 from mmvllm.text import counted, load_json, printable, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_DIMENSIONS = 5  # of the kernel of a convolution in space and time
 LARGEST = torch.finfo(torch.float32).max
 MATCHING_SECONDS = 5.0  # of all expressions of an adapter
 # Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
@@ -121,9 +122,15 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
         found = "adapter_model.bin is not read, because it is a pickle; save it as safetensors" if is_pickled else ""
         raise ValueError(f"{folder} has no {WEIGHTS}{found and f'; {found}'}")
     try:
-        loaded = load_file(path)
+        with safe_open(
+            path, framework="pt"
+        ) as file:  # shapes first: torch fails with many dimensions, after a long time
+            ranks = {name: len(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+        loaded = {} if any(rank > MAX_DIMENSIONS for rank in ranks.values()) else load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    if many := [name for name, rank in ranks.items() if rank > MAX_DIMENSIONS]:
+        raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {_listed(many)}")
     matches = {name: _TENSOR.fullmatch(name) for name in loaded}
     if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in FLOATS]:
         raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {_listed(unknown)}")

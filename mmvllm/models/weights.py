@@ -25,6 +25,7 @@ from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, 
 from mmvllm.models.quantized_tensors import adds_nothing, assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.text import beginning_of, printable, shown
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +140,9 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
                     if stored.get_dtype() == "F4":  # which safetensors cannot slice
                         raise ValueError(f"{path}: {name} has 4-bit floats, which are not supported")
                     yield name, stored
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}; download it again") from None
+        except (SafetensorError, OSError) as error:
+            reason = beginning_of(printable(str(error)), 500)
+            raise ValueError(f"{path} is damaged: {reason}; download it again") from None
 
 
 def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
@@ -158,7 +160,9 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         own = (model.tied[target[0]], None) if is_tied else target
         part = _part(stored, places.planned(own))
         if part is None:
-            misshapen.append(f"{name} is {tuple(stored.get_shape())}, needs {places.planned(own).whole_shape}")
+            misshapen.append(
+                f"{name[:200]} is {shown(tuple(stored.get_shape()))}, needs {places.planned(own).whole_shape}"
+            )
         elif isinstance(part, Tensor) and part.dtype not in FLOATS:
             unreadable.append(f"{name} is {str(part.dtype).removeprefix('torch.')}")
         elif is_tied:
@@ -225,7 +229,8 @@ def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    return f"{what} ({len(names)}): {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+    first = ", ".join(printable(name[:500]) for name in names[:5])
+    return f"{what} ({len(names)}): {first}{', ...' if len(names) > 5 else ''}"
 
 
 def checkpoint_views(model: nn.Module) -> Iterator[CheckpointView]:

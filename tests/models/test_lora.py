@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import time
 from pathlib import Path
 
@@ -151,6 +152,18 @@ def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adap
 def test_a_long_value_is_cut_in_the_message(name, adapter, checkpoint):
     with pytest.raises(ValueError, match=r"^.{1,400}$"):
         load(checkpoint, lora=changed(adapter, **{name: "x" * 1_000_000}))
+
+
+@pytest.mark.parametrize("number", [4, 61, 30_000])
+def test_a_tensor_of_many_dimensions_is_refused_before_it_is_read(number, adapter, checkpoint):
+    header = {"base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight": [4, 4] + [1] * number}
+    made = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 64]} for name, shape in header.items()}
+    data = json.dumps(made).encode()
+    (adapter / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + bytes(64))
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="has tensors of more than 5 dimensions: base_model"):
+        load(checkpoint, lora=adapter)
+    assert time.process_time() - begin < 5
 
 
 def test_many_targets_take_no_time(adapter, checkpoint):

@@ -1,6 +1,7 @@
 """A model is named by a folder or a hub id; anything else is refused, and pickled weights are never loaded."""
 
 import io
+import json
 import logging
 import os
 import pickle
@@ -15,7 +16,7 @@ import huggingface_hub
 import pytest
 
 from mmvllm import LLM
-from mmvllm.models.folder import BUNDLED, resolve_folder
+from mmvllm.models.folder import BUNDLED, resolve_folder, weight_files
 
 
 class WritesFile:
@@ -147,3 +148,15 @@ except ValueError as error:
     assert Path(first) == snapshot
     assert rest.startswith("model 'tiny/not-cached' is not a local folder and cannot be downloaded from the hub: ")
     assert "offline" in rest.lower()
+
+
+def test_names_of_others_are_shown_shortly_and_without_control_characters(tmp_path):
+    (tmp_path / "a\x1b[31m").touch()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors weights") as error:
+        weight_files(tmp_path)
+    assert "\x1b" not in str(error.value)
+    names = {f"t{i}": f"m{i}\x1b]0;PWN\x07\n.safetensors" for i in range(10_000)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match="lacks m0") as error:
+        weight_files(tmp_path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 3000

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmvllm import LLM
+from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
@@ -199,3 +200,13 @@ def test_all_renderings_of_a_template_of_a_request_share_its_time(monkeypatch):
     given.clear()
     own.replaced_by("{{ messages[0].content }}").render([{"role": "user", "content": "a"}], {})
     assert given == [10.0 - i for i in range(len(given))] and len(given) > 2
+
+
+def test_a_file_of_a_template_that_has_no_end_is_refused(tmp_path):
+    path = tmp_path / "template.jinja"
+    with path.open("wb") as file:
+        file.truncate(1 << 33)
+    with pytest.raises(ValueError, match=r"chat_template: .* cannot be read \(it has more than 64 MiB\)"):
+        load_tokenizer(BUNDLED, path)
+    path.write_bytes(b"{{ 1 }}\r\n{{ 2 }}")
+    assert load_tokenizer(BUNDLED, path).chat_template == "{{ 1 }}\n{{ 2 }}"
