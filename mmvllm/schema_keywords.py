@@ -1,6 +1,7 @@
 """The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
 
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
@@ -239,21 +240,34 @@ def _check_bounds(schema: dict[str, Any]) -> None:
 
     Where schemas are combined, the other bound may be anywhere.
     """
-    bounds = [(place, part, name) for place, part in _parts(schema) for name in _BOUNDS if is_number(part.get(name))]
-    combines = any(_combines(part) for _, part in _parts(schema))
-    for place, part, name in bounds:
-        value, is_low = part[name], name == "exclusiveMinimum"
-        is_of_numbers = combines or not _kinds(part) or "number" in _kinds(part)
-        if not name.startswith("ex") or not is_of_numbers or not (isinstance(value, int) or value.is_integer()):
+    parts = list(_parts(schema))
+    combines = any(_combines(part) for _, part in parts)
+    everywhere = {
+        is_low: sorted(bound for _, part in parts for bound in _bounds(part, is_low)) for is_low in (True, False)
+    }
+    for place, part in parts:
+        if not (combines or not _kinds(part) or "number" in _kinds(part)):
             continue
-        others = [one[other] for _, one, other in bounds if ("aximum" in other) is is_low and (combines or one is part)]
-        near = (value, value + 1) if is_low else (value - 1, value)
-        own = part.get("minimum" if is_low else "maximum")  # which may be stricter
-        if is_number(own) and near[0] < own < near[1]:
-            continue
-        if any(near[0] < other < near[1] for other in others):
-            reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
-            raise _refused(name, place, reason)
+        for name, is_low in (("exclusiveMinimum", True), ("exclusiveMaximum", False)):
+            value = part.get(name)
+            if not is_number(value) or not (isinstance(value, int) or value.is_integer()):
+                continue
+            near = (value, value + 1) if is_low else (value - 1, value)
+            others = everywhere[not is_low] if combines else sorted(_bounds(part, not is_low))
+            if _has_between(others, *near) and not _has_between(sorted(_bounds(part, is_low)), *near):  # a stricter one
+                reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
+                raise _refused(name, place, reason)
+
+
+def _bounds(part: dict[str, Any], is_low: bool) -> list[float]:
+    names = ("minimum", "exclusiveMinimum") if is_low else ("maximum", "exclusiveMaximum")
+    return [part[name] for name in names if is_number(part.get(name))]
+
+
+def _has_between(numbers: list[float], low: float, high: float) -> bool:
+    """Whether a number of a sorted list lies between two others."""
+    i = bisect_right(numbers, low)
+    return i < len(numbers) and numbers[i] < high
 
 
 def _combines(part: dict[str, Any]) -> bool:

@@ -259,3 +259,11 @@ def test_items_of_two_drafts_are_refused(others):
     with pytest.raises(RequestError, match="'prefixItems' at /, which cannot be enforced beside additionalItems"):
         StructuredOutputsParams(json=schema | others)
     StructuredOutputsParams(json=schema | {"items": False})
+
+
+@pytest.mark.parametrize("others", [{}, {"allOf": [{}]}])
+def test_many_bounds_are_looked_at_in_little_time(others):
+    fields = {f"{i:x}": {"type": "number", "exclusiveMinimum": i} for i in range(1200)}
+    begin = time.thread_time()
+    StructuredOutputsParams(json={"type": "object", "properties": fields} | others)
+    assert time.thread_time() - begin < 1
