@@ -27,7 +27,7 @@ TOO_COSTLY = (
     f"{MAX_COST // _OF_CLASS} classes of characters where case is ignored, can be enforced"
 )
 _NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
-# What stands for no character of a text, in an expression without escapes and classes.
+# Operators, groups and flags, which match no character; in an expression without escapes and classes.
 _NO_CHARACTER = re.compile(r"\(\?[a-zA-Z-]*:?|\{[^{}]*\}|[/()|*+?^$]")
 # The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
 # end of the grammar, so that no character is read twice.
@@ -137,8 +137,6 @@ def longest_chain(weights: Mapping[str, int], following: Mapping[str, Sequence[s
                 return sum(weights.values())
             if left:
                 begun.add(name)
-                if name in left:
-                    return sum(weights.values())
                 waiting += dict.fromkeys(left)
                 continue
             if name not in longest:

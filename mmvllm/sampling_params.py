@@ -84,8 +84,8 @@ class SamplingParams:
         logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
             logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
-        logprob_token_ids: return those of these tokens too, at most 128, at each token of the completion: of "Yes" and
-            "No", for example. A token that is not among the most likely ones has no rank.
+        logprob_token_ids: return the log-probabilities of these tokens, at most 128, at each token of the completion
+            as well, for example of "Yes" and "No". A token that is not among the most likely ones has no rank.
         prompt_logprobs: as logprobs, of each token of the prompt but the first; what is cached of the prompt is
             computed again.
         n: number of completions of the prompt, at most 16384.

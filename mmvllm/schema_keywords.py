@@ -118,7 +118,7 @@ def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_near_bounds(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with bounds of integers that llguidance can represent: what fits them fits those of 64 bits, too."""
+    """The schema with bounds of integers that llguidance can represent, which are stricter than bounds of 64 bits."""
     if _kinds(schema) == {"number"}:
         return schema
     near = {}

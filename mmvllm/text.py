@@ -3,7 +3,7 @@
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ def listed(items: Iterable[Any], conjunction: str = "or") -> str:
     """The representations of one or several items: "'a', 'b' or 'c'"."""
     *first, last = map(repr, items)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list for a message, "a, b and 2 others"; each is cut, and has no control characters."""
+    more = f" and {counted(len(names) - most, 'other')}" if len(names) > most else ""
+    return ", ".join(printable(name[:200]) for name in names[:most]) + more
 
 
 def shown(value: Any, most: int = 200) -> str:

@@ -27,7 +27,7 @@ def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main:
     """
     if multiprocessing.current_process().daemon:
         raise RuntimeError(
-            "a process has to be started, which a daemonic process of multiprocessing, such as those of its pools, may "
+            "a process has to be started, which a daemonic process of multiprocessing, such as a worker of a Pool, may "
             "not do; use one that is no daemon, or one device without worker processes"
         )
     process = multiprocessing.get_context("spawn").Process(

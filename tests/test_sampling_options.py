@@ -72,7 +72,7 @@ NOT_WARMED_UP = {
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
-    "logprob_token_ids": "has no kernels but those of logprobs",
+    "logprob_token_ids": "runs the same kernels as logprobs",
     **dict.fromkeys(BEAMS, "its path has no kernels but those of the others"),
 }
 OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server

@@ -191,8 +191,8 @@ class Logprobs:
     ):
         """Compute them at once, because logits of a CUDA graph are overwritten by the next.
 
-        `places` (R',) are of the rows that get the chosen token's, those of the `numbers` (R',) most likely tokens, and
-        those of the tokens `asked`, of each row.
+        `places` (R',) are the rows that get log-probabilities: of the chosen token, of the `numbers` (R',) most likely
+        tokens and of the tokens `asked`, both for each row.
         """
         self._places, self._numbers, self._asked = places.tolist(), numbers.tolist(), asked
         if len(places) < len(logits):

@@ -9,7 +9,7 @@ from pathlib import Path
 from mmvllm.arguments import check_key
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
-from mmvllm.text import load_json, printable, without_logins
+from mmvllm.text import load_json, some_of, without_logins
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
@@ -75,19 +75,14 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        found = _listed(sorted(path.name for path in folder.iterdir())) or "nothing"
+        found = some_of(sorted(path.name for path in folder.iterdir()), 20) or "nothing"
         raise ValueError(
             f"{folder} has no *.safetensors weights (found: {found}); mmvllm loads no pickled weights. "
             "For random weights pass load_format='dummy'"
         )
     if missing := [path.name for path in files if not path.is_file()]:
-        raise ValueError(f"{folder} lacks {_listed(missing)}, which {index.name} names; download it again")
+        raise ValueError(f"{folder} lacks {some_of(missing, 20)}, which {index.name} names; download it again")
     return files
-
-
-def _listed(names: list[str]) -> str:
-    """Some names of files, which may have any characters."""
-    return ", ".join(printable(name[:200]) for name in names[:20]) + (", ..." if len(names) > 20 else "")
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.coded_layouts import FLOATS
 from mmvllm.models.interface import Model
 from mmvllm.patterns import Matching, PatternError
-from mmvllm.text import counted, load_json, printable, shown
+from mmvllm.text import load_json, shown, some_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_DIMENSIONS = 5  # of the kernel of a convolution in space and time
@@ -74,9 +74,9 @@ def _pairs(
 ) -> dict[str, LoraPair]:
     matching = Matching(MATCHING_SECONDS)
     if lacking := [name for name in names for kind in "AB" if (name, kind) not in tensors]:
-        raise ValueError(f"{folder / WEIGHTS} has only one of lora_A and lora_B for {_listed(lacking)}")
+        raise ValueError(f"{folder / WEIGHTS} has only one of lora_A and lora_B for {some_of(lacking)}")
     if outside := sorted({*names} - {*_targeted(names, config.get("target_modules"), matching)}):
-        raise ValueError(f"{folder / WEIGHTS} has tensors that target_modules does not name: {_listed(outside)}")
+        raise ValueError(f"{folder / WEIGHTS} has tensors that target_modules does not name: {some_of(outside)}")
     ranks = _by_module(names, config.get("rank_pattern"), config.get("r", 8), matching)
     alphas = _by_module(names, config.get("alpha_pattern"), config.get("lora_alpha", 8), matching)
     use_rslora = bool(config.get("use_rslora"))
@@ -122,24 +122,23 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
         found = "adapter_model.bin is not read, because it is a pickle; save it as safetensors" if is_pickled else ""
         raise ValueError(f"{folder} has no {WEIGHTS}{found and f'; {found}'}")
     try:
-        with safe_open(
-            path, framework="pt"
-        ) as file:  # shapes first: torch fails with many dimensions, after a long time
+        # Shapes first: torch fails with many dimensions, after a long time.
+        with safe_open(path, framework="pt") as file:
             ranks = {name: len(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
         loaded = {} if any(rank > MAX_DIMENSIONS for rank in ranks.values()) else load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if many := [name for name, rank in ranks.items() if rank > MAX_DIMENSIONS]:
-        raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {_listed(many)}")
+        raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {some_of(many)}")
     matches = {name: _TENSOR.fullmatch(name) for name in loaded}
     if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in FLOATS]:
-        raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {_listed(unknown)}")
+        raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {some_of(unknown)}")
     if not loaded:
         raise ValueError(f"{path} has no tensors")
     if flat := [name for name, tensor in loaded.items() if tensor.dim() < 2]:
-        raise ValueError(f"{path} has tensors of fewer than two dimensions: {_listed(flat)}")
+        raise ValueError(f"{path} has tensors of fewer than two dimensions: {some_of(flat)}")
     if not_finite := [name for name, tensor in loaded.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{path} has NaN or infinity in {_listed(not_finite)}")
+        raise ValueError(f"{path} has NaN or infinity in {some_of(not_finite)}")
     # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
     return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
 
@@ -198,7 +197,7 @@ def place_adapter(
     targets = {name: model.parameter_for(f"{name}.weight") for name in pairs}
     if unsupported := [name for name, target in targets.items() if target not in regions]:
         raise ValueError(
-            f"{folder} adapts {_listed(unsupported)}; supported are the linear layers of the decoder's attention and "
+            f"{folder} adapts {some_of(unsupported)}; supported are the linear layers of the decoder's attention and "
             "MLPs, of the ViT and its mergers: no embedding, head, router or experts, and no layer that the model lacks"
         )
     if len({*targets.values()}) < len(targets):
@@ -222,8 +221,3 @@ def linear_regions(model: Model) -> dict[Target, Region]:
                 if place.parameter == "weight":
                     regions[f"{prefix}.weight", place.part] = place.region
     return regions
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {counted(len(names) - 5, 'other')}" if len(names) > 5 else ""
-    return ", ".join(printable(name[:200]) for name in names[:5]) + more

@@ -25,7 +25,7 @@ from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, 
 from mmvllm.models.quantized_tensors import adds_nothing, assembled
 from mmvllm.models.registry import family_of
 from mmvllm.ranks import SINGLE, Ranks
-from mmvllm.text import beginning_of, printable, shown
+from mmvllm.text import beginning_of, printable, shown, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         ],
     }
     if any(problems.values()):
-        found = (_listed(what, names) for what, names in problems.items() if names)
+        found = (f"{what} ({len(names)}): {some_of(names)}" for what, names in problems.items() if names)
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
@@ -226,11 +226,6 @@ def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
                 "lora: an adapter cannot be merged into quantized weights, which stay as they are stored; "
                 "give dtype='float32', or enable_lora=True and the adapter with each request"
             )
-
-
-def _listed(what: str, names: list[str]) -> str:
-    first = ", ".join(printable(name[:500]) for name in names[:5])
-    return f"{what} ({len(names)}): {first}{', ...' if len(names) > 5 else ''}"
 
 
 def checkpoint_views(model: nn.Module) -> Iterator[CheckpointView]:

@@ -4,11 +4,12 @@ import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.vllm_metrics import VllmMetrics
 
@@ -126,12 +127,8 @@ class _EngineCollector:
         yield _gauge("requests_preparing", "Requests admitted and not yet in the engine.", total.num_preparing)
         yield _gauge("ready", "1 while the engine accepts requests, else 0.", health.is_ready)
         names = [str(i) for i in range(len(each))] if len(each) > 1 else []
-        for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (value, text) in metrics.items():
-                family = kind(f"mmvllm_{name}", text, labels=["engine"] if names else [])
-                for labels, stats in zip([[own] for own in names] or [[]], each, strict=True):
-                    family.add_metric(labels, float(value(stats)))
-                yield family
+        labelled = [*zip([[own] for own in names] or [[]], each, strict=True)]
+        yield from engine_families("mmvllm_", GAUGES, COUNTERS, ["engine"] if names else [], labelled)
         if names:
             up = GaugeMetricFamily(
                 "mmvllm_engine_up", "1 while the engine serves, 0 while it starts.", labels=["engine"]

@@ -54,7 +54,7 @@ def _check_token_limit(value: int) -> int:
 TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
 Priority = Annotated[int, Field(gt=-INT64, lt=INT64)]
 PRIORITY = "Lower numbers run first; other than 0 only if the server has --scheduling-policy priority."
-TRUNCATION = "Keep the last so many tokens of each prompt; -1: as many as fit beside max_tokens."
+TRUNCATION = "The number of tokens at the end of each prompt to keep; -1: as many as fit beside max_tokens."
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.engine.stats import EngineStats
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 
 GAUGES = {
@@ -100,12 +101,8 @@ class VllmMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """The engines' statistics, as prometheus_client asks for them."""
-        for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (value, text) in metrics.items():
-                family = kind(f"vllm:{name}", text, labels=["model_name", "engine"])
-                for i, stats in enumerate(self._engine_stats()):
-                    family.add_metric([self._model_name, str(i)], float(value(stats)))
-                yield family
+        each = [([self._model_name, str(i)], stats) for i, stats in enumerate(self._engine_stats())]
+        return engine_families("vllm:", GAUGES, COUNTERS, ["model_name", "engine"], each)
 
     def _engine_stats(self) -> list[EngineStats]:
         first, *others = self._engine.engine_stats()

@@ -24,6 +24,7 @@ from mmvllm.demo import page as page_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
+from tests.helpers.demo import Work
 from tests.helpers.pages import CONTROLS, META, event, get, in_steps, post, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
@@ -355,15 +356,10 @@ def test_the_packaged_examples_are_those_of_the_repository():
 
 @pytest.mark.parametrize("name", ["preprocess_data", "postprocess_data"])
 def test_of_several_events_one_is_read_or_shown_at_a_time(name, monkeypatch):
-    at_work, peak = 0, 0
+    work = Work()
 
     async def slow(self, *args, **kwargs):
-        nonlocal at_work, peak
-        at_work += 1
-        peak = max(peak, at_work)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        at_work -= 1
+        await work.do()
         return []
 
     async def visit():
@@ -372,4 +368,4 @@ def test_of_several_events_one_is_read_or_shown_at_a_time(name, monkeypatch):
 
     monkeypatch.setattr(page_module.gr.Blocks, name, slow)
     asyncio.run(visit())
-    assert peak == 1
+    assert work.peak == 1

@@ -14,6 +14,7 @@ from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.media import MediaPolicy
+from tests.helpers.demo import Work
 
 BODY = json.dumps({"fn_index": 5, "session_hash": "a"}).encode()
 
@@ -45,7 +46,7 @@ JOIN = "/gradio_api/queue/join"
 
 
 def client(body: bytes, leaves_after: float = 3600) -> Receive:
-    """Of a client that sends a body, and waits for the response."""
+    """Return the `receive` of a client that sends a body and waits for the response."""
     pieces = [{"type": "http.request", "body": body}]
 
     async def receive():
@@ -62,16 +63,11 @@ def client(body: bytes, leaves_after: float = 3600) -> Receive:
 )
 @pytest.mark.parametrize("ends", ["read slowly", "fails"])
 def test_gradio_makes_one_response_at_a_time_whoever_reads_it(path, method, ends, route_filter):
-    at_work, peak, started = 0, 0, []
+    work, started = Work(), []
     body = BODY if method == "POST" else b""
 
     async def slow(scope, receive, send):
-        nonlocal at_work, peak
-        at_work += 1
-        peak = max(peak, at_work)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        at_work -= 1
+        await work.do()
         if ends == "fails" and scope["number"] == 0:
             raise RuntimeError("of gradio")
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -93,7 +89,7 @@ def test_gradio_makes_one_response_at_a_time_whoever_reads_it(path, method, ends
 
     route_filter.app = slow
     asyncio.run(visit())
-    assert peak == 1 and [message["status"] for message in started] == [200] * (5 if ends == "fails" else 6)
+    assert work.peak == 1 and [message["status"] for message in started] == [200] * (5 if ends == "fails" else 6)
 
 
 def test_a_handler_that_takes_long_does_not_keep_the_turn(route_filter):

@@ -1,4 +1,4 @@
-"""`logprob_token_ids` shows the log-probabilities of chosen tokens, such as those of "yes" and "no", as in vLLM."""
+"""`logprob_token_ids` shows the log-probabilities of chosen tokens, such as "yes" and "no", as in vLLM."""
 
 import json
 from math import exp
