@@ -117,6 +117,8 @@ class AsyncLLM:
             With a `tensor_parallel_size` above 1, a single engine runs and is started again like that, too.
         release_after: seconds without requests after which the weights and caches are freed. The next request waits
             until the model is loaded again, from its files; a random completion is what it would have been.
+        trusts_grammars: False where untrusted senders write the grammars of `SamplingParams.structured`: each new one
+            is compiled in a process first, and refused if it takes too much time or memory.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.
     """
@@ -132,6 +134,7 @@ class AsyncLLM:
         max_waiting: int = 256,
         data_parallel_size: int = 1,
         release_after: float | None = None,
+        trusts_grammars: bool = True,
         **engine_args: Any,
     ):
         check_int("data_parallel_size", data_parallel_size)
@@ -163,6 +166,8 @@ class AsyncLLM:
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         self._grammars = ThreadPoolExecutor(1, "mmvllm-grammar")
+        if not trusts_grammars:
+            engine.grammars.distrust()
         self._process = OwnProcess()
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
@@ -524,6 +529,7 @@ class AsyncLLM:
         with self._closing:
             self._thread.stop()
             self._engine.exit()
+            self._engine.grammars.close()
             if self._tracer is not None:
                 self._tracer.shutdown()
         with self._changed:

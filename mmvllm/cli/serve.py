@@ -259,6 +259,7 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=args.max_waiting,
             data_parallel_size=args.data_parallel_size,
             release_after=args.release_after,
+            trusts_grammars=False,
             **engine_arguments(args),
         )
         tell_sampling_defaults(args, engine.sampling_defaults)

@@ -14,24 +14,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.grammar_matcher import compile_grammar, first_line
+from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
 
-MAX_ALTERNATIVES = 1000  # of a rule, in which the parser may follow as many at a time; others are one terminal
 MAX_COMPILED = 32  # grammars that are kept
-# What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
-LIMITS = {
-    "initial_lexer_fuel": 100_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
-# A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
-ESCAPES = '"\\bfnrt'
-# Between tokens of JSON by default: small models fill a completion with white space where more may follow.
-WHITESPACE = r"[ \n]"
 
 
 class GrammarConstraint:
@@ -55,7 +45,7 @@ class GrammarConstraint:
 
     def _check(self, is_good: bool) -> None:
         if not is_good:
-            reason = f"the grammar of structured failed: {_first_line(self._matcher.get_error())}"
+            reason = f"the grammar of structured failed: {first_line(self._matcher.get_error())}"
             raise ConstraintFailed(reason, param="structured")
 
 
@@ -76,6 +66,17 @@ class GrammarCompiler:
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._is_trusting = True
+        self._trial: GrammarTrial | None = None
+
+    def distrust(self) -> None:
+        """From now on, compile each grammar in a process with limits first; `close` ends the process."""
+        self._is_trusting = False
+
+    def close(self) -> None:
+        """End the process for grammars; another grammar is refused."""
+        if self._trial is not None:
+            self._trial.close()
 
     def constraint(self, params: StructuredOutputsParams) -> GrammarConstraint:
         """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced."""
@@ -127,32 +128,14 @@ class GrammarCompiler:
 
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
+        if not self._is_trusting:
+            self._trial = GrammarTrial(description, width, self.eos_token_ids)
         self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            grammar = _grammar(LLMatcher, params)
-        except ValueError as error:
-            raise _refused(params, str(error)) from None
-        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
-            first = matcher.deep_copy()
-            self._try(first)
-            for one in (matcher, first):  # the copy fails where no text can be the beginning
-                if one.is_error():
-                    raise _refused(params, one.get_error())
-        return matcher
-
-    def _try(self, matcher: Any) -> None:
-        """Find out what may be first, which takes longest, and what may follow one of these tokens."""
-        mask = empty_mask(self._ll_tokenizer.vocab_size)
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        clear_bits(mask, self.eos_token_ids)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(allowed) and matcher.consume_token(int(allowed[0])):
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._trial is not None:
+            self._trial.check(params)
+        return compile_grammar(self._ll_tokenizer, self.eos_token_ids, params)
 
 
 def _without_names_of_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -168,41 +151,3 @@ def _without_names_of_control_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
             if isinstance(vocabulary, dict) and name in vocabulary:
                 vocabulary[token["content"]] = vocabulary.pop(name)
     return json.dumps(content | {"padding": None, "truncation": None, "post_processor": None})
-
-
-def _grammar(matcher: Any, params: StructuredOutputsParams) -> str:
-    """In llguidance's own form."""
-    if params.regex is not None:
-        return matcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        texts = " | ".join(map(_literal, params.choice))
-        is_rule = len(params.choice) <= MAX_ALTERNATIVES
-        return matcher.grammar_from_lark(f"start: {texts}" if is_rule else f"start: CHOICE\nCHOICE: {texts}")
-    if params.grammar is not None:
-        return matcher.grammar_from_lark(params.grammar)
-    whitespace = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
-    separators = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-    options = {"json_allowed_escapes": ESCAPES, **separators}
-    return matcher.grammar_from_json_schema(params.json or '{"type":"object"}', overrides=options)
-
-
-def _literal(text: str) -> str:
-    """A string of Lark; its escapes are those of JSON."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _refused(params: StructuredOutputsParams, message: str) -> RequestError:
-    param = f"structured.{params.kind}"
-    reason = _first_line(message)
-    if reason.startswith("oneOf constraints are not supported"):
-        reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
-    if reason.startswith("NoExtensionBias"):
-        reason = "no text fits it: it refers to itself without end, or demands a control character in JSON"
-    return RequestError(f"{param} cannot be enforced: {reason}", param=param)
-
-
-def _first_line(message: str) -> str:
-    """What is wrong, without the drawing of where."""
-    lines = [line.strip() for line in message.splitlines()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    return f"{lines[0]} {errors[0].removeprefix('error: ') if errors else ''}".strip()[:500] if lines else "no reason"

@@ -33,8 +33,13 @@ class ReplicaSpec:
             os.chdir(self.folder)
         torch.set_num_threads(self.num_threads)
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-        endpoint = self.otlp_traces_endpoint
-        engine = AsyncLLM(self.model, otlp_traces_endpoint=endpoint, max_waiting=self.max_waiting, **self.engine_args)
+        engine = AsyncLLM(
+            self.model,
+            otlp_traces_endpoint=self.otlp_traces_endpoint,
+            max_waiting=self.max_waiting,
+            trusts_grammars=False,
+            **self.engine_args,
+        )
         app = build_app(engine, self.settings)
         app.state.engine = engine
         return app

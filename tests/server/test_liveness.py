@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.adapters import make_adapter
 from tests.helpers.hostile import SLOW_EXPRESSION, slow_video, with_samples
+from tests.helpers.processes import spawned
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -109,6 +110,13 @@ def test_probes_are_answered_while_an_adapter_is_matched(url, tmp_path):
         answer = httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=120)
     assert answer.status_code == 400 and "takes too long" in answer.text, answer.text
     assert longest[0] < 1
+
+
+def test_grammars_are_compiled_in_a_process_first(url):
+    before = {process.pid for process in spawned(recursive=True)}
+    answer = httpx.post(url + CHAT, json=chat("Hello", guided_choice=["yes"]), timeout=120)
+    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+    assert len({process.pid for process in spawned(recursive=True)} - before) == 1
 
 
 def num_preparing(url: str) -> float:
