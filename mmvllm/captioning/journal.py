@@ -165,16 +165,16 @@ class Journal:
         self._has_begun = True
 
     def _read_records(self) -> None:
-        """Read the records into the index, and remove an incomplete last line."""
+        """Read the records into the index; complete the last line, or remove it if its record is incomplete."""
         size = 0
         for line in self._lines():
-            if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES:
+            record, is_last = parse_record(line), not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+            if record is None and is_last:
                 logger.warning(
                     "%s: the last line is incomplete and is removed; its image is captioned again", self.path
                 )
                 self._file.truncate(size)
                 return
-            record = parse_record(line)
             if record is None:
                 self._has_superseded = False  # the file stays as it is
                 raise ArgumentError(
@@ -185,6 +185,9 @@ class Journal:
                 )
             size += len(line)
             self._read_record(record)
+            if is_last:
+                self._file.append(b"\n")
+                return
 
     def _read_record(self, record: dict) -> None:
         if record["error"] is not None and record["finish_reason"] is None:

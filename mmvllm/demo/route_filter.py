@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmvllm.demo.checks import content_length, ignore_odd_headers, is_foreign, is_logged_in, is_simple, is_too_long
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import MAX_SESSIONS, Sessions
+from mmvllm.demo.turns import Turns
 from mmvllm.text import counted, parse_json
 
 API = "/gradio_api/"
@@ -71,7 +72,7 @@ class DemoRouteFilter:
         self._events, self._results = events, results
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
-        self._turn = asyncio.Lock()
+        self._pages, self._joins = Turns(), Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +98,7 @@ class DemoRouteFilter:
             elif route == "queue/data":
                 await self._unread(scope, receive, send)
             elif not route or route == "info":
-                await self._in_turn(scope, receive, send)
+                await self._pages.respond(self.app, scope, receive, send)
             else:
                 await self.app(scope, receive, send)
 
@@ -145,67 +146,13 @@ class DemoRouteFilter:
         async def replay() -> Message:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
-        async with self._turn if len(body) > SMALL_BODY else nullcontext():
+        async with self._joins.lock if len(body) > SMALL_BODY else nullcontext():
             refusal = self._refused_body(route, body)
         if refusal is not None:
             return await refusal(scope, receive, send)
         if route == JOIN:
-            return await self._in_turn(scope, replay, send)
+            return await self._joins.respond(self.app, scope, replay, send)
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
-
-    async def _in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have gradio make one response at a time: it makes some in tens of milliseconds, in which nothing else runs.
-
-        The next one waits for the beginning of the response, not for a client that reads it slowly. Clients that have
-        gone give up their place.
-        """
-        if self._turn.locked():
-            message = await receive()  # the body has been read, or is of no use
-            if message["type"] == "http.disconnect" or not await self._waited(receive):
-                return
-            messages = [message]
-        else:
-            await self._turn.acquire()
-            messages = []
-        has_turn = True
-
-        async def replay() -> Message:
-            return messages.pop() if messages else await receive()
-
-        async def send_and_release(message: Message) -> None:
-            release()
-            await send(message)
-
-        def release() -> None:
-            nonlocal has_turn
-            if has_turn:
-                has_turn = False
-                self._turn.release()
-
-        try:
-            await self.app(scope, replay, send_and_release)
-        finally:
-            release()
-
-    async def _waited(self, receive: Receive) -> bool:
-        """Wait for a turn; returns False if the client goes before that."""
-
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        acquiring, leaving = asyncio.create_task(self._turn.acquire()), asyncio.create_task(gone())
-        has_turn = False
-        try:
-            await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
-            has_turn = acquiring.done()
-        finally:
-            acquiring.cancel()
-            leaving.cancel()
-            await asyncio.gather(acquiring, leaving, return_exceptions=True)
-            if not has_turn and not acquiring.cancelled():
-                self._turn.release()
-        return has_turn
 
     async def _unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The results of a session's events; gradio's response of one that it does not know would never be complete."""

@@ -76,6 +76,10 @@ def test_a_truncated_last_line_is_removed_and_written_again(num_before, path, ca
         path.write_bytes(whole[:length])
         journal = Journal(path, SETTINGS)
         journal.begin()
+        if length == len(whole) - 1:  # an editor may save a file without its last line break
+            assert path.read_bytes() == whole and journal.index.line(THREE[2]["key"]) == num_before
+            journal.close()
+            continue
         assert path.read_bytes() == whole[:start]
         assert journal.index.line(THREE[2]["key"]) is None
         assert journal.index.caption(SETTINGS.content_key(THREE[2]["digest"], SETTINGS.prompt)) is None

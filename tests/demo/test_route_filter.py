@@ -57,6 +57,7 @@ def messages(
         headers = {"content_type": "multipart/form-data; boundary=x"} | headers
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": page}
+    receive = receive or body_of("")
     asyncio.run(route_filter(scope | {"query_string": b"page=/&deep_link=%ff"}, receive, send))
     return sent
 
@@ -218,7 +219,7 @@ def test_concurrent_uploads_share_the_space(route_filter):
         headers = [(b"content-length", str(3 * MAX_BODY_BYTES).encode())]
         headers += [(b"content-type", b"multipart/form-data; boundary=x")]
         scope = {"type": "http", "method": "POST", "path": UPLOAD, "headers": headers}
-        await asyncio.wait_for(asyncio.gather(route_filter(scope, None, send), route_filter(scope, None, send)), 20)
+        await asyncio.wait_for(asyncio.gather(*(route_filter(scope, body_of(""), send) for _ in range(2))), 20)
 
     asyncio.run(both())
     assert seen[0] == 507
@@ -363,7 +364,7 @@ def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, mo
 
     async def come_once_and_wait() -> None:
         await route_filter(
-            {"type": "http", "method": "GET", "path": "/", "headers": []}, None, lambda _: asyncio.sleep(0)
+            {"type": "http", "method": "GET", "path": "/", "headers": []}, body_of(""), lambda _: asyncio.sleep(0)
         )
         while path.exists():
             await asyncio.sleep(0)

@@ -134,18 +134,18 @@ def test_a_client_that_has_gone_gives_up_its_turn(path, method, route_filter):
 
     route_filter.app = slow
     asyncio.run(visit())
-    assert served == [0, 100] and not route_filter._turn.locked()
+    assert served == [0, 100] and not any(turns.lock.locked() for turns in (route_filter._pages, route_filter._joins))
 
 
 def test_a_client_that_is_cancelled_while_it_waits_leaves_no_turn_taken(route_filter):
     async def visit():
-        await route_filter._turn.acquire()
+        await route_filter._pages.lock.acquire()
         task = asyncio.create_task(route_filter(scope_of("/", "GET"), client(b""), None))
         await asyncio.sleep(0.01)
-        route_filter._turn.release()
+        route_filter._pages.lock.release()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.wait_for(route_filter._turn.acquire(), 5)
+        await asyncio.wait_for(route_filter._pages.lock.acquire(), 5)
 
     asyncio.run(visit())
 
@@ -159,13 +159,27 @@ def test_only_a_large_body_waits_for_a_turn_to_be_looked_at(size, waits, route_f
         statuses.append(message.get("status"))
 
     async def visit():
-        await route_filter._turn.acquire()
+        await route_filter._joins.lock.acquire()
         stop = route_filter(scope_of("/gradio_api/run/stop", "POST", body), client(body), send)
         with pytest.raises(TimeoutError) if waits else nullcontext():
             await asyncio.wait_for(stop, 0.2)
 
     asyncio.run(visit())
     assert statuses == ([] if waits else [200])
+
+
+def test_the_page_itself_does_not_wait_for_events(route_filter):
+    statuses = []
+
+    async def send(message):
+        statuses.append(message["status"])
+
+    async def visit():
+        await route_filter._joins.lock.acquire()
+        await asyncio.wait_for(route_filter(scope_of("/", "GET"), client(b""), send), 5)
+
+    asyncio.run(visit())
+    assert statuses == [200]
 
 
 @pytest.mark.parametrize("query", [b"session_hash=nosuch", b"", b"session_hash=%ff&session_hash=known", b"a=b"])

@@ -62,10 +62,26 @@ HOSTILE = {
         *(jpeg_segment(0xE1, b"Exif\0\0" + part) for part in chunked(overlapping_exif(20_000, 60_000)))
     ),
     "has a TIFF directory whose entries declare": lambda: overlapping_exif(20_000, 100_000),
+    "is a TIFF of 1,000,000 rows in a fax compression": lambda: tiff("<", 1_000_000, 2),
+    "a TIFF of 1,000,000 rows in a fax compression": lambda: tiff(">", 1_000_000, 3),
+    "TIFF of 1,000,000 rows in a fax compression": lambda: tiff("<", 1_000_000, 4, is_big=True),
     "has a list of 2,000,000 rationals in an EXIF directory": lambda: png_with(
         png_chunk(b"eXIf", overlapping_exif(1, 2_000_000, kind=5, tag=0x0112))
     ),
 }
+
+
+def tiff(order: str, num_rows: int, compression: int, is_big: bool = False) -> bytes:
+    """A bilevel TIFF that is one column wide, with damaged rows."""
+    data = np.random.default_rng(0).bytes(20_000)
+    start = 16 if is_big else 8
+    tags = {256: 1, 257: num_rows, 258: 1, 259: compression, 262: 0, 273: start, 277: 1, 278: num_rows, 279: len(data)}
+    entries = b"".join(struct.pack(f"{order}HH{'QQ' if is_big else 'II'}", tag, 4, 1, tags[tag]) for tag in tags)
+    magic = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}H", 43 if is_big else 42)
+    if is_big:
+        head = magic + struct.pack(f"{order}HHQ", 8, 0, start + len(data))
+        return head + data + struct.pack(f"{order}Q", len(tags)) + entries + bytes(8)
+    return magic + struct.pack(f"{order}I", start + len(data)) + data + struct.pack(f"{order}H", len(tags)) + entries
 
 
 def chunked(data: bytes, size: int = 60_000) -> list[bytes]:
@@ -103,6 +119,7 @@ REAL = {
     "APNG": lambda image: encode(image, "PNG", save_all=True, append_images=[image.rotate(a) for a in range(1, 15)]),
     "GIF": lambda image: encode(image, "GIF", comment=b"a comment" * 50, save_all=True, append_images=[image] * 3),
     "TIFF": lambda image: encode(image, "TIFF", compression="tiff_lzw", icc_profile=noise(99, 99).tobytes()),
+    "fax": lambda image: encode(image.convert("1"), "TIFF", compression="group4"),
     "BigTIFF": lambda image: encode(image, "TIFF", big_tiff=True),
     "WEBP": lambda image: encode(image, "WEBP", exif=exif(rotated(6))),
     **({"AVIF": lambda image: encode(image, "AVIF")} if features.check("avif") else {}),
