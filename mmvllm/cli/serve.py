@@ -211,6 +211,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "%(default)s)",
     )
     group.add_argument(
+        "--max-kept-media-bytes",
+        type=whole_number,
+        default=DEFAULTS.max_kept_media_bytes,
+        metavar="N",
+        help="maximum memory of the images and videos with a uuid, which later requests may leave out; 0 keeps none "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--stored-seconds",
         type=seconds,
         default=DEFAULTS.stored_seconds,
@@ -301,6 +309,7 @@ def _settings(
         body_timeout=args.body_timeout,
         max_bodies_bytes=args.max_bodies_bytes,
         max_stored_bytes=args.max_stored_bytes,
+        max_kept_media_bytes=args.max_kept_media_bytes,
         stored_seconds=args.stored_seconds,
         media=media,
         media_names=OPTIONS,

@@ -76,21 +76,28 @@ class ImageReference:
     """An image of a request; `param` is the path of its URL in the request, `sizes` are the fields of ImageSizes."""
 
     param: str
-    url: str
+    url: str | None  # None for one that was kept under its uuid
     detail: str | None
     sizes: Mapping[str, int]
+    uuid: str | None = None
 
     def bound(self, name: str) -> tuple[str, int | None]:
         """The path of one of its sizes, and its value."""
-        return f"{self.param.removesuffix('.url').removesuffix('.image_url')}.{name}", self.sizes.get(name)
+        return f"{self.path}.{name}", self.sizes.get(name)
+
+    @property
+    def path(self) -> str:
+        """The path of its part in the request."""
+        return self.param.removesuffix(".url").removesuffix(".image_url")
 
 
 def images_of(body: ChatPrompt) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
         ImageReference(
-            *(f"{path}.image_url.url", part.image_url.url, part.image_url.detail),
+            *(f"{path}.image_url.url", part.image_url and part.image_url.url, part.image_url and part.image_url.detail),
             options_of(ImageSizes, path, part, part.image_url),
+            part.uuid,
         )
         for path, part in parts_of(body.messages, ImagePart)
     ]

@@ -24,6 +24,7 @@ from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder
 from mmvllm.server.errors import ApiError, engine_errors
 from mmvllm.server.limits import ByteReservation
+from mmvllm.server.media_store import MediaStore, size_of
 from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import (
     ChatPrompt,
@@ -125,6 +126,7 @@ class JobFactory:
         own = engine.sampling_defaults if settings.uses_generation_config else {}
         self._sampling_defaults = {**convert.OPENAI_DEFAULTS, **own}
         self._video_limits = VideoOptionLimits.of(engine.video_config)
+        self._kept_media = MediaStore(settings.max_kept_media_bytes)
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._video_fetches = asyncio.Semaphore(MAX_VIDEO_FETCHES)
 
@@ -238,9 +240,9 @@ class JobFactory:
         max_pixels = convert.max_pixels_of(body, images, self._detail_limits)
 
         async def request() -> Request:
-            fetches = [self._fetch(image.url, image.param, reservation) for image in images]
-            fetches += [self._fetch_video(video, reservation) for video in videos]
-            data = await _all(fetches)
+            media = (*images, *videos)
+            fetched = await _all([self._fetch_given(one, reservation) for one in media])
+            data = [self._kept(*both, reservation, body.cache_salt) for both in zip(media, fetched, strict=True)]
             parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
             kwargs = self._settings.chat_template_kwargs
             return convert.chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools) | keys
@@ -319,6 +321,37 @@ class JobFactory:
     def _check_number(self, noun: str, given: Sequence[object], most: int) -> None:
         if len(given) > most:
             raise ApiError(400, f"{len(given)} {noun}, at most {most} are accepted (max_{noun})", param="messages")
+
+    async def _fetch_given(
+        self, one: ImageReference | VideoReference, reservation: ByteReservation
+    ) -> bytes | list[bytes] | None:
+        """The encoded image or video; None for one that has a uuid only."""
+        if one.url is None:
+            return None
+        if isinstance(one, VideoReference):
+            return await self._fetch_video(one, reservation)
+        return await self._fetch(one.url, one.param, reservation)
+
+    def _kept(
+        self,
+        one: ImageReference | VideoReference,
+        data: bytes | list[bytes] | None,
+        reservation: ByteReservation,
+        cache_salt: str | None,
+    ) -> bytes | list[bytes]:
+        """Keep the data of an image or video that has a uuid; without data, return what was kept under it."""
+        if one.uuid is None:
+            return data
+        noun = "video" if isinstance(one, VideoReference) else "image"
+        key = noun, reservation.client, cache_salt, one.uuid
+        if data is not None:
+            self._kept_media.keep(key, data)
+            return data
+        if (kept := self._kept_media.get(key)) is None:
+            message = f"no {noun} is kept under the uuid {one.uuid!r:.100}; send the {noun} and its uuid again"
+            raise ApiError(400, message, param=f"{one.path}.uuid")
+        reservation.take(size_of(kept))
+        return kept
 
     async def _fetch_video(self, video: VideoReference, reservation: ByteReservation) -> bytes | list[bytes]:
         if video.has_frames:

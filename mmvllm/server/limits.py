@@ -44,10 +44,11 @@ class ByteBudget:
 
 
 class ByteReservation:
-    """The share of one request in a budget."""
+    """The share of one request in a budget; `client` is the index of its API key, or None where none is needed."""
 
     def __init__(self, budget: ByteBudget):
         self._budget, self.num_bytes = budget, 0
+        self.client: int | None = None
 
     def take(self, num_bytes: int) -> None:
         """Reserve more bytes; raises ApiError if the budget does not have as many left."""
@@ -89,7 +90,7 @@ class AuthAndSizeLimitMiddleware:
             return await self.app(scope, receive, send)
         with self._budget.reservation() as reservation:
             try:
-                self._check_key(scope)
+                reservation.client = self._client(scope)
                 body = await self._read(scope, receive, reservation)
             except ApiError as error:
                 return await _refuse(error, scope, receive, send)
@@ -98,15 +99,17 @@ class AuthAndSizeLimitMiddleware:
             scope.setdefault("state", {})["reservation"] = reservation
             await self.app(scope, _replay(body, receive), send)
 
-    def _check_key(self, scope: Scope) -> None:
+    def _client(self, scope: Scope) -> int | None:
+        """The index of the key of a request, or None if it needs none; raises ApiError for a wrong key."""
         if not self._keys or not scope["path"].startswith(PATHS_WITH_KEY):
-            return
+            return None
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
         # Every key is compared, so that the response time reveals nothing.
         matches = [secrets.compare_digest(given.strip(), key) for key in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             message = "a valid API key is required, as the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
         content_length = _header(scope, b"content-length")

@@ -159,18 +159,37 @@ class ImageSizes(OpenPart):
 
 
 class ImageUrl(ImageSizes):
-    url: str = Field(description="A data: URI, or an http(s): or file: URL that the server's media policy allows.")
+    url: str | None = Field(
+        None, description="A data: URI, or an http(s): or file: URL that the server's media policy allows."
+    )
     detail: Literal["auto", "low", "high"] | None = Field(
         None,
         description="low: at most 256 image tokens; auto: the server's limit (default); high: the checkpoint's limit.",
     )
 
 
-class ImagePart(ImageSizes):
+class MediaPart(OpenPart):
+    """An image or a video, which may be left out where the server has kept it under the `uuid`."""
+
+    uuid: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="A name that the client gives it, for later requests which have the name only."
+    )
+
+    @model_validator(mode="after")
+    def _has_source(self) -> Self:
+        name = self.type  # which is that of the field, too
+        given = getattr(self, name)
+        if self.uuid is None and (given is None or given.url is None):
+            lines = [InitErrorDetails(type="missing", loc=(name,) if given is None else (name, "url"), input=None)]
+            raise ValidationError.from_exception_data(type(self).__name__, lines)
+        return self
+
+
+class ImagePart(ImageSizes, MediaPart):
     """An image. Its sizes may stand beside `image_url` or in it."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: ImageUrl | None = None
 
 
 class VideoOptions(OpenPart):
@@ -189,25 +208,26 @@ class VideoOptions(OpenPart):
 
 
 class VideoUrl(VideoOptions):
-    url: str | Annotated[list[str], Field(fail_fast=True, min_length=1)] = Field(
+    url: str | Annotated[list[str], Field(fail_fast=True, min_length=1)] | None = Field(
+        None,
         description="A data: URI of a video, or of JPEG frames (data:video/jpeg;base64,FRAME,FRAME); an http(s): or "
-        "file: URL that the server's media policy allows; or a list of such URLs of the frames."
+        "file: URL that the server's media policy allows; or a list of such URLs of the frames.",
     )
 
 
-class VideoPart(VideoOptions):
+class VideoPart(VideoOptions, MediaPart):
     """A video. Its options may stand beside `video_url` or in it."""
 
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: VideoUrl | None = None
 
 
-def options_of(kind: type[StrictModel], path: str, *given: StrictModel) -> dict[str, Any]:
+def options_of(kind: type[StrictModel], path: str, *given: StrictModel | None) -> dict[str, Any]:
     """What is given of the fields of `kind` in one of several places; raises ApiError for a field with two values."""
     found: dict[str, Any] = {}
     for one in given:
         for name in kind.model_fields:
-            if (value := getattr(one, name)) is not None and found.setdefault(name, value) != value:
+            if (value := getattr(one, name, None)) is not None and found.setdefault(name, value) != value:
                 raise ApiError(400, f"{name} is given twice; leave one of them out", param=f"{path}.{name}")
     return found
 

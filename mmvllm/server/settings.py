@@ -32,6 +32,8 @@ class ServerSettings:
         media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
         max_stored_bytes: memory of the responses of /v1/responses that are stored for `previous_response_id`, each
             counted with its whole conversation; 0 stores none.
+        max_kept_media_bytes: memory of the images and videos with a `uuid`, which later requests may leave out; 0 keeps
+            none.
         stored_seconds: until a stored response expires, after it was made or last continued.
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         trusts_request_templates: requests may have a `chat_template`, which is a program.
@@ -59,6 +61,7 @@ class ServerSettings:
     body_timeout: float = 30.0
     max_bodies_bytes: int = 1024 * MiB
     max_stored_bytes: int = 128 * MiB
+    max_kept_media_bytes: int = 128 * MiB
     stored_seconds: float = 3600.0
     media: MediaPolicy = field(default_factory=MediaPolicy)
     media_names: Mapping[str, str] = field(default_factory=dict)

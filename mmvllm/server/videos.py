@@ -20,8 +20,9 @@ class VideoReference:
     """A video of a request; `path` is that of its part, `options` are the keys of `qwen_vl_utils` in it."""
 
     path: str
-    url: str | list[str]
+    url: str | list[str] | None  # None for one that was kept under its uuid
     options: Mapping[str, Any]
+    uuid: str | None = None
 
     @property
     def param(self) -> str:
@@ -36,7 +37,9 @@ class VideoReference:
     @property
     def has_frames(self) -> bool:
         """Whether it is given as frames, one by one."""
-        return isinstance(self.url, list) or self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
+        if isinstance(self.url, str):
+            return self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
+        return self.url is not None
 
     @property
     def num_frames(self) -> int:
@@ -60,7 +63,11 @@ class VideoReference:
 def videos_of(body: ChatPrompt) -> list[VideoReference]:
     """All videos of a request, in the order of the prompt."""
     return [
-        VideoReference(path, part.video_url.url, options_of(VideoOptions, path, part, part.video_url))
+        VideoReference(
+            *(path, part.video_url and part.video_url.url),
+            options_of(VideoOptions, path, part, part.video_url),
+            part.uuid,
+        )
         for path, part in parts_of(body.messages, VideoPart)
     ]
 
