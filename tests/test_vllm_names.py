@@ -8,6 +8,8 @@ import pytest
 
 from mmvllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams, TextPrompt, TokensPrompt
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.errors import RequestError
+from mmvllm.pooling_params import PoolingParams
 from tests.helpers.requests import ask, noise_image
 
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
@@ -57,6 +59,31 @@ def test_the_engine_of_an_llm_has_the_groups_of_its_requests(make_llm, checkpoin
     llm.llm_engine.step()
     (group,) = llm.llm_engine.scheduler.groups.values()
     assert group.priority == 3 and len(group.first_seq.output_token_ids) == 1
+    assert group.lora_request is None and group.pooling_params is None
+
+
+def test_the_engine_generates(make_llm, checkpoint):
+    engine = make_llm(checkpoint).llm_engine
+    prompts, params = ["Hello", [5, 6, 7], "The"], SamplingParams(max_tokens=6)
+    outputs = engine.generate(prompts, params)
+    assert outputs[1].prompt_token_ids == [5, 6, 7]
+    assert [output.text for output in outputs] == [
+        output.text for output in make_llm(checkpoint).generate(prompts, params)
+    ]
+    assert engine.generate([]) == []
+    with pytest.raises(RequestError, match="token ids are"):
+        engine.generate(["Hello", [10**9]], params)
+    assert engine.is_finished()
+    engine.add_request("Hello")
+    with pytest.raises(RuntimeError, match="1 requests are in flight"):
+        engine.generate(prompts)
+
+
+def test_a_group_has_the_parameters_of_its_request(make_llm, checkpoint):
+    engine, pooling = make_llm(checkpoint).llm_engine, PoolingParams(pooling="mean")
+    engine.add_request("Hello", pooling=pooling)
+    (group,) = engine.scheduler.groups.values()
+    assert group.pooling_params == pooling
 
 
 def test_the_prefix_cache_is_emptied(make_llm, checkpoint):

@@ -4,7 +4,7 @@ import atexit
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -234,9 +234,31 @@ class LLMEngine:
             prompt_logprobs_from=prompt_logprobs_from,
             adapter=self.load_adapter(lora_request),
         )
-        group.adapter_name = None if lora_request is None else lora_request.lora_name
+        group.lora_request, group.pooling_params = lora_request, pooling
         self.scheduler.add(group)
         return group
+
+    def generate(self, prompts: Iterable[Prompt], sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
+        """Add requests with the same parameters and step until all have finished; outputs in the order of the prompts.
+
+        Raises RuntimeError while other requests are in flight, and what `add_request` and `step` raise. `LLM.generate`
+        prepares requests meanwhile, and may run beside others.
+        """
+        if not self.is_finished():
+            raise RuntimeError(
+                f"{len(self.scheduler.groups)} requests are in flight; call step until they are finished"
+            )
+        request_ids, outputs = [], {}
+        try:
+            for prompt in prompts:
+                request_ids.append(self.add_request(prompt, sampling_params))
+            while not self.is_finished():
+                outputs |= {output.request_id: output for output in self.step()[0]}
+        except BaseException:
+            for request_id in request_ids:
+                self.abort_request(request_id)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
 
     def load_adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
         """Read a request's adapter, in any thread, so that the engine need not; raises RequestError for a wrong one."""

@@ -14,7 +14,9 @@ import torch
 from mmvllm.engine.beams import Beams
 from mmvllm.errors import RequestError
 from mmvllm.inputs import Grid, MediaItem, Span
+from mmvllm.lora import LoRARequest
 from mmvllm.outputs import LogprobsById, RequestOutput
+from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -279,7 +281,8 @@ class SequenceGroup:
     trace_headers: Mapping[str, str] | None = None  # of the request that came over a network, for the caller's tracing
     preparation: tuple[float, float] | None = None  # when it began and ended
     prompt: str | None = None  # its text
-    adapter_name: str | None = None  # as the request calls it
+    lora_request: LoRARequest | None = None
+    pooling_params: PoolingParams | None = None  # where nothing is generated
     error: str | RequestError | None = None  # the latter where the request is to blame
     output: RequestOutput | None = None  # written by the engine, once the request has finished
     beams: "Beams[Sequence] | None" = None  # of a beam search
@@ -311,6 +314,10 @@ class SequenceGroup:
     @property
     def sampling_params(self) -> SamplingParams:
         return self.first_seq.sampling_params
+
+    @property
+    def adapter_name(self) -> str | None:
+        return None if self.lora_request is None else self.lora_request.lora_name
 
     @property
     def num_bytes(self) -> int:
