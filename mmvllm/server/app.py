@@ -33,6 +33,7 @@ from mmvllm.server.responses import (
     DetokenizeResponse,
     EmbeddingList,
     HealthResponse,
+    InputTokens,
     LoadResponse,
     ResponseObject,
     TokenizeResponse,
@@ -168,6 +169,11 @@ def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, j
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """The tokens of a text, or of a conversation with all tokens of its images and videos."""
         return await tokens.tokenize(body, request.state.reservation)
+
+    @router.post("/v1/responses/input_tokens")
+    async def count_input(body: ResponsesRequest, request: Request) -> InputTokens:
+        """The number of tokens of the prompt that POST /v1/responses would have."""
+        return await tokens.count_input(body, request.state.reservation)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

@@ -48,7 +48,7 @@ from mmvllm.server.responses_request import Item, ItemReference, ResponsesReques
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.structured import StructuredField, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText
-from mmvllm.server.tools import ToolUse, prompt_tools, use_of
+from mmvllm.server.tools import ToolUse, demands_call, prompt_tools, use_of
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
 
 MAX_FETCHES = 16
@@ -191,7 +191,7 @@ class JobFactory:
         return body.prompt
 
     def _tool_use(self, body: ChatRequest) -> ToolUse:
-        if body.tools and body.tool_choice not in (None, "none", "auto"):  # a format is that of messages: there is none
+        if body.tools and demands_call(body.tool_choice):  # a format is that of messages: there is none
             body = body.model_copy(update={"response_format": None})
         params = convert.chat_params(body, self._engine.max_model_len, self._sampling_defaults)
         return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, self._engine.tokenizer)

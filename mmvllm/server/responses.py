@@ -190,7 +190,7 @@ class ResponseObject(BaseModel):
     store: bool
     temperature: float
     text: dict
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict
     tools: list[dict]
     top_logprobs: int
     top_p: float
@@ -202,6 +202,11 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
 
 
 class TokenizeResponse(BaseModel):

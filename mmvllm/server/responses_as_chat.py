@@ -10,6 +10,7 @@ from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
+    AllowedFunctionsChoice,
     FunctionCallItem,
     FunctionChoice,
     FunctionOutputItem,
@@ -28,6 +29,7 @@ NAMES_IN_CHATS = {
     "response_format": "text.format",
     "].function": "]",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
     "messages": "input",
     "max_tokens": "max_output_tokens",
 }
@@ -66,16 +68,22 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
         for tool in body.tools or ()
     ]
-    choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        choice = {"type": "function", "function": {"name": choice.name}}
-    fields |= {"tool_choice": choice, "response_format": _response_format(body)}
+    fields |= {"tool_choice": _tool_choice(body.tool_choice), "response_format": _response_format(body)}
     fields |= {"logprobs": body.num_logprobs is not None, "top_logprobs": body.num_logprobs}
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:  # for limits of a chat as a whole
         param, message = explain([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], fields)
         raise ApiError(400, f"{param}: {message}", param=param) from None
+
+
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctionsChoice | None) -> str | dict | None:
+    """As chats have it: functions and allowed tools in objects of their own."""
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedFunctionsChoice):
+        return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [*map(_tool_choice, choice.tools)]}}
+    return choice
 
 
 def _response_format(body: ResponsesRequest) -> dict | None:

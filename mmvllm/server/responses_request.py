@@ -150,6 +150,14 @@ class FunctionChoice(FunctionReference):
     type: Literal["function"]
 
 
+class AllowedFunctionsChoice(StrictModel):
+    """`tool_choice` as the Responses API has it: without an object of its own."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
 Tool = Annotated[FunctionTool, BeforeValidator(_require_function)]
 
 
@@ -227,7 +235,8 @@ class ResponsesRequest(SamplingRequest):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]
-            | Annotated[FunctionChoice, Tag("a function")],
+            | Annotated[FunctionChoice, Tag("a function")]
+            | Annotated[AllowedFunctionsChoice, Tag("allowed tools")],
             Discriminator(choice_tag),
         ]
         | None

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, Field, Tag
@@ -58,9 +59,22 @@ class NamedToolChoice(StrictModel):
     function: FunctionReference
 
 
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def choice_tag(choice: Any) -> str:
     """Which form of `tool_choice` a client meant, so that the error refers to that one."""
-    return "a function" if isinstance(choice, dict | BaseModel) else "a word"
+    if not isinstance(choice, dict | BaseModel):
+        return "a word"
+    kind = choice.get("type") if isinstance(choice, dict) else choice.type
+    return "allowed tools" if kind == "allowed_tools" else "a function"
 
 
 def check_size(tools: Any) -> Any:
@@ -72,7 +86,9 @@ def check_size(tools: Any) -> Any:
 
 Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedToolChoice, Tag("a function")],
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[NamedToolChoice, Tag("a function")]
+    | Annotated[AllowedToolsChoice, Tag("allowed tools")],
     Discriminator(choice_tag),
 ]
 
@@ -94,9 +110,15 @@ class ToolUse:
     field: StructuredField | None = None
 
 
+def demands_call(choice: ToolChoice | None) -> bool:
+    """Whether the completion has to be a call."""
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
+    return mode not in (None, "none", "auto")
+
+
 def use_of(
     tools: Sequence[ToolDefinition] | None,
-    choice: str | NamedToolChoice | None,
+    choice: ToolChoice | None,
     parallel_tool_calls: bool | None,
     params: SamplingParams,
     tokenizer: Any,
@@ -107,14 +129,15 @@ def use_of(
     _check_choice(choice, names)
     if not given or choice == "none":
         return ToolUse(params)
-    is_parallel = parallel_tool_calls is not False
-    if isinstance(choice, NamedToolChoice):
-        names = [choice.function.name]
-        is_parallel = False
-    enforced = [is_demanded(choice, tool) for tool in tools]
+    is_parallel = parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
+    names = _allowed_names(choice) or names
+    enforced = [tool.function.name in names and (demands_call(choice) or bool(tool.function.strict)) for tool in tools]
     _check_schemas(given, enforced)
+    if isinstance(choice, AllowedToolsChoice):  # the model sees no others
+        is_allowed = [tool["function"]["name"] in names for tool in given]
+        given, enforced = [*compress(given, is_allowed)], [*compress(enforced, is_allowed)]
     grammar = None
-    if choice in (None, "auto"):
+    if not demands_call(choice):
         grammar = _free_grammar(given, enforced, params.structured, is_parallel, tokenizer)
     elif params.structured is not None:
         message = "tool_choice says what the completion must be, and so does another field; give one of them"
@@ -149,19 +172,20 @@ def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:
     return given
 
 
-def is_demanded(choice: str | NamedToolChoice | None, tool: ToolDefinition) -> bool:
-    """Whether calls of a function always fit its parameters."""
+def _allowed_names(choice: ToolChoice | None) -> dict[str, str]:
+    """Paths in the request by the names of the functions to which a choice is limited; empty where it is not."""
     if isinstance(choice, NamedToolChoice):
-        return choice.function.name == tool.function.name
-    return choice == "required" or bool(tool.function.strict)
+        return {choice.function.name: "tool_choice.function.name"}
+    allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()
+    return {one.function.name: f"tool_choice.allowed_tools.tools[{i}].function.name" for i, one in enumerate(allowed)}
 
 
-def _check_choice(choice: str | NamedToolChoice | None, names: Sequence[str]) -> None:
+def _check_choice(choice: ToolChoice | None, names: Sequence[str]) -> None:
     if not names and choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        message = f"tool_choice.function.name is {choice.function.name!r:.100}, which is not the name of a tool"
-        raise ApiError(400, message, param="tool_choice.function.name")
+    for name, path in _allowed_names(choice).items():
+        if name not in names:
+            raise ApiError(400, f"{path} is {name!r:.100}, which is not the name of a tool", param=path)
 
 
 def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
