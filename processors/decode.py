@@ -26,7 +26,7 @@ _VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI ", re.DOTALL)  # MP4 a
 # those of HEIF and AVIF have slack on purpose.
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
 _RGB_BYTES = {"I;16": 5, "I;16B": 5, "I;16L": 5, "I;16N": 5, "I": 9, "F": 9}
-_DECODER_BYTES = {"WEBP": 8, "AVIF": 8, "HEIF": 8, "JPEG2000": 12}
+_DECODER_BYTES = {"WEBP": 8, "AVIF": 8, "HEIF": 8, "JPEG2000": 12, "FITS": 40}
 _PROGRESSIVE_BYTES = 6  # the coefficients, of the whole image even if a draft is decoded
 
 

@@ -32,6 +32,7 @@ _GIF_COMMENT, _GIF_APPLICATION = 0xFE, 0xFF
 _GIF_BLOCK = re.compile(rb"[!,;]")
 _EXIF_PREFIXES = re.compile(rb"(?:Exif\0\0)*")
 _PNG_SIZE = re.compile(rb"\x89PNG\r\n\x1a\n....IHDR(.{8})", re.DOTALL)
+_JPEG_2000_SIZE = re.compile(rb"\xff\x4f\xff\x51....(.{8})", re.DOTALL)
 _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
@@ -65,8 +66,11 @@ def scan_exif(block: bytes) -> None:
 
 
 def embedded_size(data: bytes) -> tuple[int, int]:
-    """Width and height of the largest PNG or bitmap inside an icon, whose header may declare less; (0, 0) without."""
-    sizes = [struct.unpack(">II", size) for size in _PNG_SIZE.findall(data)]
+    """Width and height of the largest image inside an icon, whose header may declare less; (0, 0) without one.
+
+    PNG, bitmaps and JPEG 2000 are found.
+    """
+    sizes = [struct.unpack(">II", size) for size in _PNG_SIZE.findall(data) + _JPEG_2000_SIZE.findall(data)]
     sizes += [struct.unpack("<II", size) for size in _BITMAP_SIZE.findall(data)]  # twice the height, for a mask
     return max(sizes, key=lambda size: size[0] * size[1], default=(0, 0))
 

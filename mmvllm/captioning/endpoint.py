@@ -27,7 +27,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
-MAX_BYTES = 64 * 1024 * 1024  # of an answer
+MAX_BYTES = 16 * 1024 * 1024  # of an answer, as of a record
+MAX_VALUES = 1_000_000  # which take about 100 MB; marks of JSON in the text of an answer count, too
 MAX_NAME = 512  # characters, of a model
 MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens
@@ -245,7 +246,9 @@ class _Answer:
     content: bytes
 
     def json(self) -> Any:
-        """Raises ValueError if it is not JSON."""
+        """Raises ValueError if it is not JSON, or has too many values."""
+        if sum(map(self.content.count, (b"{", b"[", b","))) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values")
         return parse_json(self.content)
 
 

@@ -24,6 +24,7 @@ from mmvllm.intake import Prepare, Prepared
 from mmvllm.outputs import RequestOutput
 
 MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it
+MAX_JPEG_SIDE = 65_500  # that libjpeg can write
 LOSSLESS_PIXELS = 512 * 512  # images up to this size are sent as PNG, larger ones as JPEG
 JPEG = {"format": "JPEG", "quality": 95, "subsampling": 0}
 POLL_SECONDS = 0.05  # a wait for answers, between looks at the images that are prepared
@@ -155,10 +156,10 @@ def _is_other_text(output: RequestOutput) -> bool:
 
 
 def data_uri(image: Image.Image, max_pixels: int) -> str:
-    """An image, shrunk to an area, as a data URI: small ones as PNG, without loss, others as JPEG."""
+    """An image, shrunk to an area and to the sides of a JPEG, as a data URI: a small one is a PNG, others are JPEGs."""
     width, height = image.size
-    if width * height > max_pixels:
-        scale = math.sqrt(max_pixels / (width * height))
+    scale = min(math.sqrt(max_pixels / (width * height)), MAX_JPEG_SIDE / max(width, height))
+    if scale < 1:
         size = max(1, int(width * scale)), max(1, int(height * scale))
         image = image.resize(size, Image.Resampling.BICUBIC)
     file, is_small = io.BytesIO(), image.width * image.height <= LOSSLESS_PIXELS

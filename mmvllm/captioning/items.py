@@ -56,6 +56,16 @@ class Item:
         return self.source.read() if isinstance(self.source, TarMember) else self.source
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the file or tar member; 0 where they are not known before it is read."""
+        if isinstance(self.source, TarMember):
+            return self.source.size
+        try:
+            return 0 if self.file is None else self.file.stat().st_size
+        except (OSError, ValueError):
+            return 0
+
+    @property
     def file(self) -> Path | None:
         """The image's file; None for URLs, data URIs, tar members and errors."""
         if not isinstance(self.source, str) or _NO_FILE.match(self.source):

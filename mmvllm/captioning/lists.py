@@ -103,6 +103,8 @@ def _problem(record: dict) -> str | None:
     for key, (wanted, types) in _TYPES.items():
         if key in record and not _has_type(record[key], types):
             return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
+        if "\0" in str(record.get(key, "")):
+            return f'"{key}" has a NUL character'
     return _problem_of_range(record)
 
 

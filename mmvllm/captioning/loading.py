@@ -1,7 +1,7 @@
 """How the images and videos of a job are loaded: within limits of time, and videos within a limit of memory, too.
 
 Images are decoded in threads. A few bytes of a video can make FFmpeg allocate gigabytes before the video's size is
-known, so videos are decoded in worker processes, which can be limited.
+known, and so can some of JPEG 2000, so these are decoded in worker processes, which can be limited.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,12 @@ from typing import Any, Protocol, TypeVar
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.names import FORMATS, JPEG_2000, is_jpeg_2000_name
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
+from mmvllm.config import MiB
 from mmvllm.decoding import import_video_decoders, memory_of_video
 from mmvllm.errors import RequestError
-from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING, DecodeBudget
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import load_image
@@ -25,6 +27,9 @@ from mmvllm.worker_process import reserve_in_parent
 from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 
 T = TypeVar("T")
+
+# Encoded images that are read at once, in threads: files may be as large as `processors.load.MAX_FILE_BYTES`.
+ENCODED = DecodeBudget(1024 * MiB)
 
 
 class Loader(Protocol):
@@ -55,8 +60,11 @@ class ItemLoader:
         """The image of an item; raises ValueError."""
 
         def load(limit: TimeLimit) -> Image:
-            return load_image(item.read(), draft, reserve=outside(limit, DECODING.reserve))
+            with outside(limit, ENCODED.reserve)(item.num_bytes):
+                return load_image(item.read(), draft, formats=FORMATS, reserve=outside(limit, DECODING.reserve))
 
+        if is_jpeg_2000_name(item.path):
+            return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
         return self.timeouts.load(item, load)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
@@ -73,7 +81,7 @@ class LoaderInWorker:
 
     def image(self, item: Item, draft: Draft | None = None) -> Image:
         """The image of an item; raises ValueError."""
-        return load_image(item.read(), draft, reserve=reserve_in_parent)
+        return load_limited_image(item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
         """The frames that the plan takes; raises ValueError."""
@@ -98,6 +106,13 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
 
 
 # What follows runs in the worker processes.
+
+
+def load_limited_image(item: Item, draft: Draft | None) -> Image:
+    """The image of an item, within the limit of memory; raises ValueError."""
+    formats = (*FORMATS, JPEG_2000) if is_jpeg_2000_name(item.path) else FORMATS
+    with reserve_in_parent(item.num_bytes):
+        return _limited(lambda source: load_image(source, draft, formats=formats, reserve=reserve_in_parent), item)
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:

@@ -17,8 +17,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
-from functools import cache, lru_cache, partial
+from contextlib import closing, suppress
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,9 +27,9 @@ from mmvllm.captioning.items import MAX_PATH
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import check_regular, replacing
 from mmvllm.captioning.several import LIST, shown_captions
-from mmvllm.captioning.tars import TarMember, tar_members
+from mmvllm.captioning.tars import Source, TarMember, tar_members
 from mmvllm.captioning.throughput import draw_throughput, measure_throughput
-from mmvllm.captioning.thumbnails import Source, thumbnail
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_IMAGES = 10_000  # shown with a caption
@@ -46,10 +46,17 @@ _NUMBERS = ("width", "height", "prompt_tokens", "completion_tokens", "seconds", 
 _INERT = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"})
 
 
-def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], title: str = "Captions") -> None:
+def write_report(
+    path: Path,
+    records: Iterable[dict],
+    summary: dict[str, str],
+    title: str = "Captions",
+    timeouts: Timeouts = DEFAULT_TIMEOUTS,
+) -> None:
     """Write a page with thumbnails, captions, failures, counts and throughput of `records`, which are iterated once.
 
-    Files are read again for their thumbnails; those on the web are not fetched. Raises ValueError if the page
+    Files are read again for their thumbnails, within the `timeouts`; those on the web, and images that could not be
+    loaded, are not. Raises ValueError if the page
     cannot be at `path`, and any exception of `records`; an earlier page is then kept.
     """
     path = Path(path)
@@ -58,7 +65,8 @@ def write_report(path: Path, records: Iterable[dict], summary: dict[str, str], t
     check_place(path)
     with replacing(path) as file:
         file.write(_fill(head, title=html.escape(_clean(title)), policy=_policy(head + body)))
-        with closing(_cards(filter(tally.add, records), Path(path.parent).absolute())) as cards:
+        cards = _cards(filter(tally.add, records), Path(path.parent).absolute(), timeouts)
+        with closing(cards):
             _write_blocks(file, cards)
         curve = measure_throughput(tally.times)
         file.write(
@@ -153,44 +161,43 @@ def _count(number: int, noun: str) -> str:
 # Cards
 
 
-def _cards(records: Iterable[dict], home: Path) -> Iterator[tuple[dict, str, str | None]]:
+def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[tuple[dict, str, str | None]]:
     """The card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
+    from mmvllm.captioning.loading import ItemLoader  # here, because they import torch
+    from mmvllm.captioning.strips import strip_of_frames
+    from mmvllm.captioning.thumbnails import thumbnail
+
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
     tar_index = lru_cache(maxsize=2)(_tar_index)
-    with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool, ExitStack() as stack:
-        submit = _submitter(pool, stack)
+    with (
+        ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool,
+        closing(ItemLoader(timeouts, NUM_WORKERS)) as loader,
+    ):
         for index, record in enumerate(records):
             card = _card(record, home)
             if (original := index_of.get((card.get("duplicate_of"), card.get("start")))) is not None:
                 card["same"] = original
             elif "web" not in card:
                 index_of[card["path"], card.get("start")] = index
-            source = None if {"same", "web"} & card.keys() else _source(_path(record), tar_index)
-            pending.append((card, as_line(record), submit(source, record)))
+            has_none = {"same", "web"} & card.keys() or _could_not_be_loaded(record)
+            source = None if has_none else _source(_path(record), tar_index)
+            made = (
+                pool.submit(strip_of_frames, loader, source, record["start"], record.get("end"))
+                if is_clip(record)
+                else pool.submit(thumbnail, loader, source, _path(record))
+            )
+            pending.append((card, as_line(record), made))
             if len(pending) > LOOKAHEAD:
-                card, line, thumbnail = pending.popleft()
-                yield card, line, thumbnail.result()
-        for card, line, thumbnail in pending:
-            yield card, line, thumbnail.result()
+                card, line, made = pending.popleft()
+                yield card, line, made.result()
+        for card, line, made in pending:
+            yield card, line, made.result()
 
 
-def _submitter(pool: ThreadPoolExecutor, stack: ExitStack) -> Callable[[Source | None, dict], "Future[str | None]"]:
-    """A function that has the thumbnail of a record made, until `stack` ends what decodes videos."""
-
-    @cache
-    def strip_maker() -> Callable[..., str | None]:
-        from mmvllm.captioning.loading import ItemLoader  # here, because they import torch
-        from mmvllm.captioning.strips import strip_of_frames
-
-        return partial(strip_of_frames, stack.enter_context(closing(ItemLoader(num_workers=NUM_WORKERS))))
-
-    def submit(source: Source | None, record: dict) -> "Future[str | None]":
-        if is_clip(record):
-            return pool.submit(strip_maker(), source, record["start"], record.get("end"))
-        return pool.submit(thumbnail, source)
-
-    return submit
+def _could_not_be_loaded(record: dict) -> bool:
+    """Whether an image or a clip failed before its size was known; loading it may take as long again."""
+    return record.get("error") is not None and record.get("width") is None
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from PIL import Image
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.loading import ItemLoader
-from mmvllm.captioning.thumbnails import Source, encoded
+from mmvllm.captioning.tars import Source
+from mmvllm.captioning.thumbnails import encoded
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.video import ClipPlan, Resize, shrunk

@@ -56,6 +56,9 @@ class TarMember:
         return data
 
 
+Source = str | TarMember  # a path, or a file in a tar
+
+
 def tar_members(
     path: str | os.PathLike, on_other: Callable[[str], None] = lambda name: None
 ) -> Iterator[tuple[str, TarMember | None]]:

@@ -2,29 +2,28 @@
 
 import base64
 import io
+from contextlib import suppress
 
 from PIL import Image
 
-from mmvllm.captioning.tars import TarMember
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.loading import ItemLoader
+from mmvllm.captioning.tars import Source
 from mmvllm.processors.draft import Draft
-from mmvllm.processors.load import load_image
+from mmvllm.workers import WorkersUnusable
 
 SIDE = 160  # pixels, the longer side
 
-Source = str | TarMember
 
-
-def thumbnail(source: Source | None) -> str | None:
-    """A WebP image in base64; None if the image cannot be read."""
+def thumbnail(loader: ItemLoader, source: Source | None, path: str) -> str | None:
+    """A WebP image in base64; None if the image cannot be read. `path` is its name in the record."""
     if source is None:
         return None
-    try:
-        data = source.read() if isinstance(source, TarMember) else source
-        image = load_image(data, draft=Draft(1, SIDE))
-    except ValueError:
-        return None
-    image.thumbnail((SIDE, SIDE))
-    return encoded(image)
+    with suppress(ValueError, WorkersUnusable):
+        image = loader.image(Item(path, "", source), Draft(1, SIDE))
+        image.thumbnail((SIDE, SIDE))
+        return encoded(image)
+    return None
 
 
 def encoded(image: Image.Image) -> str:

@@ -15,7 +15,7 @@ from mmvllm.captioning.find import find_items
 from mmvllm.captioning.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.cli.caption_records import Printer, own_stdout
 from mmvllm.cli.caption_summary import as_lines, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
@@ -338,7 +338,8 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.captioning.report import write_report
 
         try:
-            write_report(args.report, job.output.journal.records(), summary, f"Captions in {job.output.path.name}")
+            title, timeouts = f"Captions in {job.output.path.name}", Timeouts(args.image_timeout, args.video_timeout)
+            write_report(args.report, job.output.journal.records(), summary, title, timeouts)
         except OSError as error:
             print(f"mmvllm caption: {args.report} cannot be written: {explained(error)}", file=sys.stderr)
             return 1

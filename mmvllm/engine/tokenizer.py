@@ -27,6 +27,10 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
     except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
         reason = beginning_of(printable(str(error), keeps="\n"), 2000)
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {reason}") from error
+    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one without files
+        raise ValueError(
+            f"{folder} has no tokenizer: tokenizer.json, or vocab.json and merges.txt, must be there; download it again"
+        )
     try:
         for pattern in _expressions(tokenizer.backend_tokenizer):
             check_repeats_no_choice(pattern)

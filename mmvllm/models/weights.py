@@ -137,8 +137,8 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     stored = file.get_slice(name)
-                    if stored.get_dtype() == "F4":  # which safetensors cannot slice
-                        raise ValueError(f"{path}: {name} has 4-bit floats, which are not supported")
+                    if (dtype := stored.get_dtype()).startswith(("F4", "F6")):  # which safetensors cannot slice
+                        raise ValueError(f"{path}: {name} has floats of 4 or 6 bits ({dtype}), which are not supported")
                     yield name, stored
         except (SafetensorError, OSError) as error:
             reason = beginning_of(printable(str(error)), 500)

@@ -158,6 +158,7 @@ def test_an_answer_that_never_ends_is_cut(folder, monkeypatch):
         (failed(503, "busy"), "the endpoint failed (3 times): HTTP 503, busy"),
         (None, "the endpoint failed (3 times): Server disconnected without sending a response."),
         ((200, {}, b"{"), "the endpoint failed (3 times): its answer is not JSON"),
+        ((200, {}, b"[" + b"{}," * 500_001 + b"{}]"), "the endpoint failed (3 times): its answer is not JSON"),
         (as_json(200, [1]), "the endpoint failed (3 times): its answer is not a chat completion"),
         (said(None, finish_reason="content_filter"), "the endpoint gave no text; the reason is 'content_filter'"),
     ],
@@ -292,6 +293,7 @@ def test_large_images_are_shrunk():
     assert sent(Image.new("RGB", (600, 500)), 10**6) == ("image/jpeg", (600, 500))
     assert sent(Image.new("RGB", (600, 500)), 30000) == ("image/png", (189, 158))
     assert sent(Image.new("RGB", (4000, 1)), 100) == ("image/png", (632, 1))
+    assert sent(Image.new("RGB", (66_000, 20)), 10**8) == ("image/jpeg", (65_500, 19))
 
 
 @pytest.mark.network

@@ -59,6 +59,14 @@ def stdin():
     os.close(before)
 
 
+@pytest.mark.parametrize("key", ["id", "prompt", "context", "image"])
+def test_a_text_with_a_nul_is_refused(key, tmp_path):
+    """Keys of tasks are made of the texts with a NUL between them."""
+    (tmp_path / "list.jsonl").write_text(json.dumps({"image": "a.png", key: "a\0b"}))
+    (item,) = find_items([tmp_path / "list.jsonl"])
+    assert item.error == f'"{key}" has a NUL character'
+
+
 def test_standard_input_is_a_text_list(stdin):
     stdin.write(f"a.png\n{DATA}\n".encode())
     found = find_items(["-"])

@@ -1,21 +1,32 @@
-"""Videos of a job are decoded in processes, whose memory and crashes do not reach the job."""
+"""What a job loads, and the processes that decode its videos, whose memory and crashes do not reach the job."""
 
 import struct
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from mmvllm import LLM
 from mmvllm.captioning import JobError, caption_images, loading
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.loading import ItemLoader
+from mmvllm.captioning.loading import ItemLoader, LoaderInWorker
+from mmvllm.captioning.names import SUFFIXES
 from mmvllm.config import MiB
 from mmvllm.decoding import VIDEO_BYTES, MediaDecoder
+from mmvllm.errors import ImageError
 from mmvllm.media import MediaPolicy
+from mmvllm.processors.budget import DecodeBudget
+from mmvllm.processors.load import load_image
 from mmvllm.workers import WorkerPool, WorkersUnusable
 from tests.helpers import tasks
+from tests.helpers.hostile import jpeg_2000_of_tiles
+from tests.helpers.images import encode
+from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE
 from tests.helpers.videos import FramesAt, declare_seconds, make_clip
 
@@ -73,6 +84,72 @@ def test_a_video_that_takes_gigabytes_before_its_size_is_known(made, tmp_path):
             except ValueError as error:
                 assert "memory" in str(error)
         assert 0.5 * VIDEO_BYTES < peak(pool) - before < VIDEO_BYTES + 200 * MiB  # 2.2 GiB without a limit
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
+def test_an_image_in_jpeg_2000_that_takes_gigabytes(tmp_path):
+    good, hostile = tmp_path / "good.jp2", tmp_path / "hostile.jp2"
+    good.write_bytes(encode(noise_image(300, 200), "JPEG2000"))
+    hostile.write_bytes(jpeg_2000_of_tiles())
+    with closing(job()) as loader:
+        for _ in range(2):
+            image = loader.image(Item("good.jp2", "", str(good)))
+            assert image.tobytes() == load_image(good).tobytes()
+            before = peak(loader._pool)
+            with pytest.raises(ValueError):
+                loader.image(Item("hostile.jp2", "", str(hostile)))
+        assert peak(loader._pool) - before < VIDEO_BYTES + 200 * MiB  # 4.7 GB without a limit
+
+
+@pytest.mark.parametrize("file_format", ["JPEG2000", "ICNS", "ICO", "PCX", "SGI"])
+@pytest.mark.parametrize("loader", [job, LoaderInWorker])
+def test_threads_take_common_formats_only(file_format, loader, tmp_path):
+    """Others have decoders that take far more time or memory than the size of an image suggests, whatever its name."""
+    path = tmp_path / "a.png"
+    path.write_bytes(encode(Image.new("RGB", (64, 64)), file_format))
+    with pytest.raises(ImageError, match="not an image in AVIF, BMP, DIB, GIF, "):
+        loader().image(Item("a.png", "", str(path)))
+
+
+@pytest.mark.parametrize("suffix", sorted(SUFFIXES - {".apng", ".heic", ".heif", ".hif", ".mpo"}))
+def test_every_suffix_has_its_format(suffix, tmp_path):
+    path = tmp_path / f"a{suffix}"
+    try:
+        Image.new("L" if suffix == ".pgm" else "1" if suffix == ".pbm" else "RGB", (30, 20)).save(path)
+    except (ValueError, OSError, KeyError):
+        pytest.skip("Pillow does not write it here")
+    assert LoaderInWorker().image(Item(path.name, "", str(path))).size == (30, 20)
+
+
+def test_large_files_are_read_one_after_the_other(tmp_path, monkeypatch):
+    """Their bytes are held until they have been decoded, or refused."""
+    monkeypatch.setattr(loading, "ENCODED", DecodeBudget(100))
+    counting, most, held = threading.Lock(), 0, 0
+
+    def load(source, *_, **__):
+        nonlocal most, held
+        with counting:
+            held += len(Path(source).read_bytes())
+            most = max(most, held)
+        time.sleep(0.01)
+        with counting:
+            held -= 60
+        raise ImageError(source, "is empty")
+
+    monkeypatch.setattr(loading, "load_image", load)
+    items = [Item(name, "", str(tmp_path / name)) for name in "abcd"]
+    for item in items:
+        item.file.write_bytes(bytes(60))
+
+    def fails(item: Item) -> bool:
+        with pytest.raises(ImageError):
+            job().image(item)
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(fails, items))
+    assert most == 60
 
 
 @pytest.mark.spawns

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import report
+from mmvllm.captioning import thumbnails
 from mmvllm.captioning.report import write_report
+from mmvllm.processors.load import load_image
 from tests.helpers.reports import HOSTILE, opened, record
 from tests.helpers.requests import noise_image
 
@@ -148,9 +149,9 @@ def large_report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "noise.png")
-    thumbnail = report.thumbnail(str(folder / "noise.png"))
+    thumbnail = thumbnails.encoded(load_image(folder / "noise.png"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "thumbnail", lambda source: thumbnail)
+        patch.setattr(thumbnails, "thumbnail", lambda *_: thumbnail)
         records = (
             record(f"folder/{i}.png", caption=f"number {i} " + "word " * 30, time=1.8e9 + i) for i in range(10_000)
         )

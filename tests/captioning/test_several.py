@@ -125,6 +125,18 @@ def test_a_line_of_a_list_has_its_own_prompt_alone(folder, llm, tmp_path):
     assert (one["name"], one["prompt"]) == (None, "How many?")
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_table_has_the_captions_of_own_prompts(n, folder, llm, tmp_path):
+    (tmp_path / "list.jsonl").write_text(json.dumps({"image": "images/a.png", "prompt": "How many?"}))
+    job = {"llm": llm, "max_tokens": 4, "n": n, "temperature": 1.0, "seed": 5, "output": tmp_path / "out.csv"}
+    (record,) = caption_images(tmp_path / "list.jsonl", prompts=PROMPTS, **job)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    columns = ["caption"] if n == 1 else ["caption_1", "caption_2"]
+    assert [row[column] for column in columns] == [one["caption"] for one in record["captions"]]
+    assert not any(row[name] for name in row if name.startswith("caption_") and name not in columns)
+
+
 def test_several_captions_of_a_prompt(folder, llm):
     job = {"llm": llm, "max_tokens": 4, "n": 3, "temperature": 1.0, "seed": 5}
     (record,) = caption_images(folder / "a.png", **job)

@@ -8,7 +8,8 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.captioning import caption_images, loading
-from mmvllm.captioning.timeouts import outside
+from mmvllm.captioning.report import write_report
+from mmvllm.captioning.timeouts import Timeouts, outside
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget
@@ -16,6 +17,7 @@ from mmvllm.time_limit import TimeIsOver, TimeLimit
 from tests.helpers import tasks
 from tests.helpers.captioning import many
 from tests.helpers.endpoints import fake_endpoint, said
+from tests.helpers.reports import Page, record
 from tests.helpers.server import ENGINE
 from tests.helpers.videos import make_clip
 
@@ -63,6 +65,16 @@ def test_a_video_that_never_ends_fails(options, llm, monkeypatch, tmp_path):
         monkeypatch.setattr(loading, task, tasks.sleep_on)
     (record,) = caption_images(tmp_path / "a.mp4", llm=llm, video_timeout=0.01, **options)
     assert record["error"] == TOO_LONG.format("video") and record["start"] == 0.0
+
+
+def test_a_report_waits_no_longer_for_an_image_and_does_not_load_one_that_failed(stuck, tmp_path):
+    folder = many(tmp_path / "images", 3)
+    stuck.add("000.png")
+    records = [record(folder / name) for name in ("000.png", "002.png")]
+    records.append(record(folder / "001.png", caption=None, error="took longer", width=None, height=None))
+    write_report(tmp_path / "report.html", records, {}, timeouts=Timeouts(image=1.0))
+    shown = Page((tmp_path / "report.html").read_text())
+    assert [one is not None for one in shown.thumbnails] == [False, True, False]
 
 
 def test_memory_of_what_takes_too_long_is_free_for_others():

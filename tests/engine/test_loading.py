@@ -112,6 +112,17 @@ def test_an_expression_of_the_tokenizer_that_may_take_for_ever_is_refused(checkp
         make_llm(tmp_path / "slow")
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_without_the_files_of_a_tokenizer_is_refused(is_link, checkpoint, make_llm, tmp_path):
+    """Transformers makes an empty tokenizer of it, for which every text is nothing."""
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (folder / "tokenizer.json").unlink()
+    if is_link:  # as an interrupted download leaves it
+        (folder / "tokenizer.json").symlink_to("../../blobs/0123")
+    with pytest.raises(ValueError, match=r"checkpoint has no tokenizer: tokenizer\.json, or vocab\.json and merges"):
+        make_llm(folder)
+
+
 @pytest.mark.slow
 def test_a_text_that_the_tokenizer_gives_up_is_refused(checkpoint, make_llm, tmp_path):
     llm = make_llm(with_expression(checkpoint, tmp_path / "slow", "a*a*a*a*a*a*b"))

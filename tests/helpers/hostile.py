@@ -23,6 +23,22 @@ def truncated_png(width: int, height: int, mode: str = "RGBA") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows)[:-8]
 
 
+def jpeg_2000_of_tiles(num_components: int = 60, side: int = 255) -> bytes:
+    """A JPEG 2000 of 1 kB whose tiles have one pixel: for each of them and each component its decoder has structures.
+
+    These take 4.7 GB by default.
+    """
+    data = encode(Image.new("RGB", (side, side)), "JPEG2000", num_resolutions=1, irreversible=False)
+    boxes, codestream = data[: (at := data.index(b"\xff\x4f\xff\x51"))], data[at:]
+    form = ">HHHIIIIIIIIH"
+    fields = list(struct.unpack_from(form, codestream, 2 + 2)[:12])
+    rest = codestream[4 + fields[0] :]
+    fields[0], fields[7], fields[8], fields[11] = 38 + 3 * num_components, 1, 1, num_components
+    header = struct.pack(form, *fields) + b"\x07\x01\x01" * num_components
+    at = boxes.rindex(b"jp2c") - 4  # of a box that extends to the end
+    return boxes[:at] + bytes(4) + boxes[at + 4 :] + b"\xff\x4f\xff\x51" + header + rest
+
+
 def png_chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 

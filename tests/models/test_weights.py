@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -204,7 +205,17 @@ def test_a_tensor_that_is_not_of_floats_is_named(name, dtype, copy_of):
 def test_a_tensor_of_4_bit_floats_is_named(copy_of):
     floats = torch.ones(64, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     folder = copy_of("gqa2-tied", lambda tensors: tensors | {"model.norm.weight": floats})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has 4-bit floats, which are not supported$"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has floats of 4 or 6 bits \(F4\), which are not sup"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_a_tensor_of_6_bit_floats_is_named(dtype, copy_of):
+    folder = copy_of("gqa2-tied", lambda tensors: tensors)
+    header = {"model.norm.weight": {"dtype": dtype, "shape": [4, 4], "data_offsets": [0, 12]}}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(12))
+    with pytest.raises(ValueError, match=rf"model\.norm\.weight has floats of 4 or 6 bits \({dtype}\)"):
         load(folder)
 
 
