@@ -4,6 +4,7 @@ Every handler that changes the conversation returns a `View`, the new content of
 state only; from the page, only texts, numbers and names of uploaded files are used.
 """
 
+import asyncio
 import html
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 DEFAULT_QUESTION, VIDEO_QUESTION = "Describe this image.", "Describe this video."
 
 KEEP_SECONDS = 1.0  # interval at which the browser is given an answer that is still being written
+
+MAX_UNREAD_UPDATES = 2
 
 View = tuple[Any, Any, Any, Any, Any]  # messages, message box, gallery, the accordion around it, and the record
 UNCHANGED = gr.skip()
@@ -130,13 +133,19 @@ class Handlers:
     async def count(self, request: gr.Request, paths: str, *values: Any) -> Any:
         """What the current question's files cost, or the error in them.
 
-        Events of several controls overlap, and one that started earlier may end later: it changes nothing then.
+        Events of several controls overlap: each takes the place of the one before.
         """
         session = self._session(request)
-        session.num_counts += 1
-        number = session.num_counts
-        cost = await self._cost(session, paths, Options(*values))
-        return cost if number == session.num_counts else UNCHANGED
+        older, session.counting = session.counting, asyncio.create_task(self._cost(session, paths, Options(*values)))
+        own = session.counting
+        if older is not None:
+            older.cancel()
+        try:
+            return await own
+        except asyncio.CancelledError:
+            if session.counting is own:
+                raise
+            return UNCHANGED
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
@@ -253,6 +262,8 @@ class Handlers:
             async with aclosing(self.sessions.answer(session, turn, options)) as ticks:
                 kept_at = 0.0
                 async for _ in ticks:
+                    if self.sessions.num_unread_updates(session.id) >= MAX_UNREAD_UPDATES:
+                        continue  # gradio would keep each of them; a later one has the whole answer
                     is_due = time.monotonic() >= kept_at + KEEP_SECONDS
                     record = to_record(session.turns) if is_due else UNCHANGED
                     kept_at = time.monotonic() if is_due else kept_at

@@ -13,6 +13,7 @@ from mmvllm.media import MediaError
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.load_video import Load
+from mmvllm.workers import WorkersUnusable
 
 SMALLEST = Draft(max_pixels=1, min_side=1)
 T = TypeVar("T")
@@ -32,6 +33,8 @@ def decoded(path: Path, decode: Callable[[bytes], T]) -> T:
         return decode(data)
     except (MediaError, MediaFileError) as error:
         raise UploadError(f"{path.name}: {error.reason}") from None
+    except WorkersUnusable:  # for example, they were closed because the server ends
+        raise UploadError(f"{path.name} cannot be looked at now; try again later") from None
 
 
 @dataclass(frozen=True, slots=True)

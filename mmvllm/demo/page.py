@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
+from gradio.routes import file_upload_statuses
 
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
@@ -65,9 +66,19 @@ class Page(gr.Blocks):
             pending.intersection_update(self._queue.event_ids_to_events)
         return len(pending)
 
+    def num_unread_updates(self, session_id: str) -> int:
+        """How many messages for a session its browser has not read; an answer has one for each update."""
+        messages = self._queue.pending_messages_per_session.get(session_id)
+        return 0 if messages is None else messages.qsize()
+
     def has_results(self, session_id: str) -> bool:
         """Whether gradio has a place for the results of a session, which begins with its first event."""
         return session_id in self._queue.pending_messages_per_session
+
+    def forget_upload(self, upload_id: str) -> None:
+        """Remove what gradio keeps of the progress of an upload."""
+        file_upload_statuses._statuses.pop(upload_id, None)
+        file_upload_statuses._signals.pop(upload_id, None)
 
     def forget(self, session_id: str) -> None:
         """Remove what gradio keeps of a session: results, and the values of components."""
@@ -202,7 +213,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
             trigger(**counted)
         page.unload(handlers.leave)
     page.handlers, page.sessions = handlers, handlers.sessions
-    page.sessions.forget = page.forget
+    page.sessions.forget, page.sessions.num_unread_updates = page.forget, page.num_unread_updates
     page.state_session_capacity = MAX_SESSIONS
     page.max_threads = MAX_EVENTS
     return page.queue(default_concurrency_limit=None, api_open=False)

@@ -1,9 +1,13 @@
 """Follows the parts of an upload while they arrive."""
 
+import logging
+
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.formparsers import MultiPartException
 
 from mmvllm.text import counted
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a malformed upload is its sender's error
 
 
 class FileParts:

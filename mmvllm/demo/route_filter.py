@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from typing import Protocol
@@ -36,6 +37,7 @@ JOIN = "queue/join"
 EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
+MAX_LOGIN_BYTES = 2**14  # gradio decodes a login as its sender asks for, by codecs that take the square of its size
 SMALL_BODY = 2**16  # bytes, which are read at once
 # As gradio writes it: the browser then begins a new session.
 UNKNOWN_SESSION = (
@@ -46,6 +48,7 @@ MAX_UNREAD = 12  # results that gradio keeps for a session until its browser rea
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
 # An upload that falls further behind is ended, since it holds space that others may need.
 FIRST_SECONDS, MIN_BYTES_PER_SECOND = 20.0, 8 * 1024
+FORGET_SECONDS = 10.0
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
@@ -58,13 +61,16 @@ class Results(Protocol):
     def has_results(self, session_id: str) -> bool:
         """Whether the session is known."""
 
+    def forget_upload(self, upload_id: str) -> None:
+        """Forget the progress of an upload."""
+
 
 class DemoRouteFilter:
     """Responds with an error instead of gradio where that is needed, and tells the sessions which tabs are open.
 
     Args:
         events: gradio's numbers of the events that have a handler.
-        results: what gradio knows of the results of sessions.
+        results: what gradio keeps of the results of sessions, and of uploads.
     """
 
     def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int], results: Results):
@@ -73,6 +79,8 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
+        self._streams: Counter[str] = Counter()  # open responses with results, by session
+        sessions.is_read = lambda session_id: session_id in self._streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,6 +105,8 @@ class DemoRouteFilter:
                 await self._post(route, scope, receive, send)
             elif route == "queue/data":
                 await self._unread(scope, receive, send)
+            elif route == "upload_progress":
+                await self._progress(scope, receive, send)
             elif not route or route == "info":
                 await self._pages.respond(self.app, scope, receive, send)
             else:
@@ -110,11 +120,13 @@ class DemoRouteFilter:
             return PlainTextResponse("There is nothing here", 404)
         if route and route not in OPEN_ROUTES and not is_logged_in(scope):
             return PlainTextResponse("Log in first", 401)
+        if scope["method"] == "POST" and not route and not path.rstrip("/").endswith("/login"):
+            return PlainTextResponse("There is nothing here", 404)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
         if route == "upload" and num_bytes > self._settings.max_upload_bytes + MAX_BODY_BYTES:
             return PlainTextResponse(self._too_much(), 413)
-        if route != "upload" and num_bytes > MAX_BODY_BYTES:
+        if route != "upload" and num_bytes > (MAX_BODY_BYTES if route else MAX_LOGIN_BYTES):
             return PlainTextResponse("This is too long", 413)
         return None
 
@@ -156,7 +168,7 @@ class DemoRouteFilter:
 
     async def _unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The results of a session's events; gradio's response of one that it does not know would never be complete."""
-        (session, *_) = parse_qs(scope["query_string"].decode(errors="replace")).get("session_hash", [""])
+        session = _query(scope, "session_hash")
         if not self._results.has_results(session):
             response = Response(UNKNOWN_SESSION, media_type="text/event-stream")
             return await response(scope, receive, send)
@@ -167,12 +179,15 @@ class DemoRouteFilter:
             has_started = True
             await send(message)
 
+        self._streams[session] += 1
         try:
             await self.app(scope, receive, send_and_note)
         except Exception:  # of a session that was forgotten meanwhile; the browser has been told
             if not has_started:
                 raise
             await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._streams -= Counter([session])  # which drops counts of 0
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
@@ -229,15 +244,31 @@ class DemoRouteFilter:
         if not is_complete:
             await send({"type": "http.response.body", "body": b""})
 
+    async def _progress(self, scope: Scope, receive: Receive, send: Send) -> None:
+        upload_id = _query(scope, "upload_id")
+        if SESSION.fullmatch(upload_id) is None:
+            return await PlainTextResponse("There is nothing here", 404)(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._results.forget_upload(upload_id)
+
     async def _upload(self, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             parts = FileParts(Headers(scope=scope).get("content-type", ""), self._settings.max_files)
         except ValueError as error:
             return await PlainTextResponse(str(error), 400)(scope, receive, send)
 
+        upload_id = _query(scope, "upload_id")
+        if SESSION.fullmatch(upload_id) is None:
+            scope = {**scope, "query_string": b""}
         with self._uploads.incoming(num_bytes, parts):
             if await self._uploads.has_room():
-                return await self._with_timeout(parts, scope, receive, send)
+                try:
+                    return await self._with_timeout(parts, scope, receive, send)
+                finally:  # the browser may ask for the progress a little later
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(FORGET_SECONDS, self._results.forget_upload, upload_id)
         await PlainTextResponse(NO_ROOM, 507)(scope, receive, send)
 
     async def _with_timeout(self, parts: FileParts, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,6 +299,11 @@ class DemoRouteFilter:
         except TimeoutError:
             if not has_started:
                 await _late("The files took too long to arrive; try again")(scope, receive, send)
+
+
+def _query(scope: Scope, name: str) -> str:
+    """The first value of a name in the query; "" without one."""
+    return parse_qs(scope.get("query_string", b"").decode(errors="replace")).get(name, [""])[0]
 
 
 def _late(message: str) -> PlainTextResponse:

@@ -24,7 +24,7 @@ from mmvllm.demo.conversation import (
     queue_note,
     to_request,
 )
-from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
@@ -45,6 +45,7 @@ TOO_MUCH = (
     "of pixels or frames in the settings"
 )
 CLOSING_SECONDS = 0.1  # interval at which open pages look whether the server is shutting down
+LISTEN_SECONDS = 5.0  # in which a browser must begin to read the results of a session
 GALLERY_SIZE = 12
 
 
@@ -58,7 +59,9 @@ class Session:
     gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
     known: dict[Path, Uploaded] = field(default_factory=dict)  # files as they were last read
-    num_counts: int = 0  # how often the cost of the draft was asked for
+    counting: asyncio.Task | None = None  # finds out the cost of the draft
+    # So that no session takes all threads; of images, and of videos, which take longer.
+    reading: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
 
@@ -100,6 +103,9 @@ class Sessions:
         self._open_tabs: Counter[str] = Counter()
         self._sweeper: asyncio.Task | None = None
         self.forget: Callable[[str], None] = lambda session_id: None  # called with each session that is removed
+        # Whether the browser reads the results of a session, and how many it has not read.
+        self.is_read: Callable[[str], bool] = lambda session_id: True
+        self.num_unread_updates: Callable[[str], int] = lambda session_id: 0
         self.is_closed = False  # set by another thread
 
     @property
@@ -269,6 +275,10 @@ class Sessions:
         An image is decoded, so that a damaged one is found before it is asked about, and of a video a few of the frames
         that `options` ask for, unless they have been.
         """
+        async with session.reading[is_video(path)]:
+            return await self._read(session, path, options)
+
+    async def _read(self, session: Session, path: Path, options: ClipOptions) -> Uploaded:
         known = session.known.get(path)
         if is_video(path):
             plan = self.clips.preview_plan(options)
@@ -278,10 +288,22 @@ class Sessions:
             is_known = known is not None
             threads, read = self._checking_images, partial(UploadedImage.read, path)
         if not is_known:
+            await self._wait_until_read(session)
             with self.decoder.session() as decode:
                 known = await asyncio.get_running_loop().run_in_executor(threads, read, decode)
             session.known[path] = known
         return known
+
+    async def _wait_until_read(self, session: Session) -> None:
+        """Return once the browser reads the session's results, which it does at once; else raise UploadError.
+
+        Files of clients that have gone would keep those of others waiting.
+        """
+        end = time.monotonic() + LISTEN_SECONDS
+        while not (self.is_read(session.id) or session.id in self._open_tabs):
+            if time.monotonic() > end:
+                raise UploadError("nobody waits for the answer")
+            await asyncio.sleep(TICK_SECONDS)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime

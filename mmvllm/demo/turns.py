@@ -43,7 +43,7 @@ class Turns:
         has_turn = False
         try:
             await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
-            has_turn = acquiring.done()
+            has_turn = acquiring.done() and not leaving.done()
         finally:
             acquiring.cancel()
             leaving.cancel()

@@ -17,7 +17,7 @@ from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.parts import FileParts
-from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_ENDINGS, MAX_UNREAD, DemoRouteFilter
+from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_ENDINGS, MAX_LOGIN_BYTES, MAX_UNREAD, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -39,7 +39,9 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     )
     sessions = Sessions(None, Uploads(tmp_path), settings)
     results = SimpleNamespace(
-        num_unread=lambda session: MAX_UNREAD - (session != "busy"), has_results=lambda session: session != "unknown"
+        num_unread=lambda session: MAX_UNREAD - (session != "busy"),
+        has_results=lambda session: session != "unknown",
+        forget_upload=lambda upload_id: None,
     )
     return DemoRouteFilter(app, sessions, events={5}, results=results)
 
@@ -177,9 +179,46 @@ def test_a_stalled_request_times_out(route_filter, monkeypatch):
 
 
 def test_requests_other_than_uploads_are_short(route_filter):
-    for path in ("/login", "/gradio_api/reset"):
-        assert messages(route_filter, path, receive=body_of("x"), content_length=MAX_BODY_BYTES)[0]["status"] == 200
-        assert status(route_filter, path, content_length=MAX_BODY_BYTES + 1) == 413
+    for path, most in {"/login": MAX_LOGIN_BYTES, "/gradio_api/reset": MAX_BODY_BYTES}.items():
+        assert messages(route_filter, path, receive=body_of("x"), content_length=most)[0]["status"] == 200
+        assert status(route_filter, path, content_length=most + 1) == 413
+    for path in ("/", "/demo/", "/config", "/theme.css"):
+        assert status(route_filter, path, content_length=1) == 404
+
+
+@pytest.mark.parametrize("upload_id", ["", "a" * 65, "ä", "a b"])
+def test_an_upload_has_a_plain_id(upload_id, route_filter):
+    """Gradio keeps each of them."""
+    seen, forgotten = [], []
+
+    async def noting(scope, receive, send):
+        seen.append(scope["query_string"])
+        await app(scope, receive, send)
+
+    async def ask(path: str, method: str, given: str) -> int:
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        headers = [(b"content-length", b"2"), (b"content-type", b"multipart/form-data; boundary=x")]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers if method == "POST" else []}
+        await route_filter(scope | {"query_string": f"upload_id={given}".encode()}, body_of(""), send)
+        await asyncio.sleep(0.01)
+        return sent[0]["status"]
+
+    async def ask_all() -> list[int]:
+        return [
+            await ask(path, method, given)
+            for given in (upload_id, "plain")
+            for path, method in ((UPLOAD, "POST"), ("/gradio_api/upload_progress", "GET"))
+        ]
+
+    route_filter.app, route_filter._results.forget_upload = noting, forgotten.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route_filter_module, "FORGET_SECONDS", 0.0)
+        assert asyncio.run(ask_all()) == [200, 404, 200, 200]
+    assert seen == [b"", b"upload_id=plain", b"upload_id=plain"] and forgotten[-2:] == ["plain"] * 2
 
 
 def test_a_body_of_unknown_length_is_refused(route_filter):
