@@ -27,6 +27,7 @@ from mmvllm.config import EngineConfig
 from mmvllm.engine.dispatcher import Dispatcher
 from mmvllm.engine.engine_thread import BEGUN, EngineThread, Event, is_last
 from mmvllm.engine.fleet import EngineFleet
+from mmvllm.engine.grammar_matcher import TakesLonger
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
@@ -165,7 +166,8 @@ class AsyncLLM:
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
-        self._grammars = ThreadPoolExecutor(1, "mmvllm-grammar")
+        # Grammars that take longer have a thread apart, so that others do not wait for them.
+        self._grammars, self._slow_grammars = (ThreadPoolExecutor(n, "mmvllm-grammar") for n in (2, 1))
         if not trusts_grammars:
             engine.grammars.distrust()
         self._process = OwnProcess()
@@ -240,8 +242,12 @@ class AsyncLLM:
     async def _with_grammar(
         self, request: Request | Callable[[], Awaitable[Request]], structured: StructuredOutputsParams
     ) -> Request:
-        """The request, once its grammar is compiled: in a thread for grammars, since all others wait for nothing."""
-        await asyncio.get_running_loop().run_in_executor(self._grammars, self._engine.grammars.check, structured)
+        """The request, once its grammar is compiled: in threads for grammars, since all others wait for nothing."""
+        run, check = asyncio.get_running_loop().run_in_executor, self._engine.grammars.check
+        try:
+            await run(self._grammars, partial(check, structured, is_quick=True))
+        except TakesLonger:
+            await run(self._slow_grammars, check, structured)
         if callable(request):
             return await request()
         if not isinstance(request, dict):
@@ -525,7 +531,8 @@ class AsyncLLM:
         self._end_all(EngineStopped, "the engine was shut down before the completion was finished")
         with self._changed:
             self._preparation.shutdown()
-            self._grammars.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._grammars, self._slow_grammars):
+                threads.shutdown(wait=False, cancel_futures=True)
         with self._closing:
             self._thread.stop()
             self._engine.exit()

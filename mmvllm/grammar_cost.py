@@ -8,6 +8,7 @@ all that the terminals in it have, so that a few short lines may make an express
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import islice, pairwise
 from math import prod
 
@@ -42,6 +43,7 @@ _CLASSES = re.compile(r"\\[wWdDsSpP]|(?P<other>\\.)|\[\^?\]?(?:\\.|[^\]\\])*+\]?
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _FLAGS = re.compile(r"[imslux]+")  # after an expression of a grammar
 _TIMES = re.compile(r"(?:\{(?:[^{},]*,)?|~(?:\s*\d+\s*\.\.)?)\s*(\d{1,9})")
+_MARKS = "!?"  # before a name; the second may be an operator of what precedes it
 _Token = tuple[str, str]  # kind, text
 
 
@@ -87,13 +89,8 @@ def check_regex(expression: str, param: str) -> None:
 
 def check_grammar(grammar: str, param: str) -> None:
     """Raise RequestError for a Lark grammar with a terminal that may take too long to compile."""
-    bodies: dict[str, list[_Token]] = {}
-    for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
-        bodies.setdefault(name, []).extend(body)
-    inner = {
-        name: [*dict.fromkeys(text for kind, text in body if kind == "name" and text in bodies)]
-        for name, body in bodies.items()
-    }
+    bodies = _bodies(grammar)
+    inner = _names_in(bodies)
     if longest_chain({name: 1 + _depth(body) for name, body in bodies.items()}, inner) > MAX_CHAIN:
         raise RequestError(f"{param} has rules that lead more than {MAX_CHAIN} levels deep", param=param)
     costs: dict[str, _Cost] = {}
@@ -110,6 +107,44 @@ def check_grammar(grammar: str, param: str) -> None:
             costs[name] = _of_body(bodies[name], costs) if _is_terminal(name) else _of_rule(bodies[name])
             costs[name].check(param, f"{name!r:.50}")
         waiting.pop()
+
+
+def _bodies(grammar: str) -> dict[str, list[_Token]]:
+    """The rules and terminals by name, without the marks before a name."""
+    bodies: dict[str, list[_Token]] = {}
+    for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
+        bodies.setdefault(name.lstrip(_MARKS), []).extend(body)
+    return bodies
+
+
+def _names_in(bodies: Mapping[str, list[_Token]]) -> dict[str, list[str]]:
+    """Those of the names that each body has."""
+    found = {name: [text.lstrip(_MARKS) for kind, text in body if kind == "name"] for name, body in bodies.items()}
+    return {name: [one for one in dict.fromkeys(names) if one in bodies] for name, names in found.items()}
+
+
+def may_be_ambiguous(grammar: str) -> bool:
+    """Whether a text may be read in several ways: where rules lead to themselves, or repetitions are in others."""
+    rules = {name: body for name, body in _bodies(grammar).items() if not _is_terminal(name)}
+    inner = _names_in(rules)
+    try:
+        TopologicalSorter(inner).prepare()
+    except CycleError:
+        return True
+    return longest_chain({name: _num_repetitions(body) for name, body in rules.items()}, inner) > 1
+
+
+def has_complement(grammar: str) -> bool:
+    """Whether there is an operator `~` that stands for all other texts."""
+    return any(kind == "other" and text == "~" for _, body in _definitions(grammar) for kind, text in body)
+
+
+def _num_repetitions(body: list[_Token]) -> int:
+    """How many operators repeat a part of a rule."""
+    found = 0
+    for (kind, text), (_, following) in pairwise([*body, ("other", "")]):
+        found += kind == "times" or (kind == "other" and (text in "*+" or (text == "{" and following.isdigit())))
+    return found
 
 
 def _depth(body: list[_Token]) -> int:
@@ -174,7 +209,8 @@ def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
             own = _Cost(size=len(text), length=len(text))
         elif kind == "name":
             own = _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
-            own += costs[text] if text in costs and _is_terminal(text) else _Cost()
+            name = text.lstrip(_MARKS)
+            own += costs[name] if name in costs and _is_terminal(name) else _Cost()
         else:
             own = _of_operator(text) if kind == "other" else _Cost()
             operators[-1] += text

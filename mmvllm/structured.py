@@ -11,7 +11,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.gbnf import as_lark
-from mmvllm.grammar_cost import check_grammar, check_regex
+from mmvllm.grammar_cost import check_grammar, check_regex, has_complement
 from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
 from mmvllm.text import shown
 
@@ -64,6 +64,8 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             self._set("grammar", as_lark(self.grammar, "structured.grammar"))
             check_grammar(self.grammar, "structured.grammar")
+            if "<[" in self.grammar and has_complement(self.grammar):
+                raise _wrong("grammar", "has a complement (~) and control tokens (<[ID]>), which exclude each other")
             _check_embedded_schemas(self.grammar)
         if self.whitespace_pattern is not None:
             self._check_whitespace()

@@ -9,19 +9,27 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask, set_bits
+from mmvllm.engine.detokenizer import special_ids
 from mmvllm.engine.grammar_matcher import compile_grammar, first_line
-from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
+from mmvllm.grammar_cost import has_complement
 from mmvllm.structured import StructuredOutputsParams
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from mmvllm.engine.grammar_trial import GrammarTrial
+
 MAX_COMPILED = 32  # grammars that are kept
+MAX_REFUSED = 256
+TOO_AMBIGUOUS = "Current row has"  # begins llguidance's error, which a grammar that is compiled anew has again
 
 
 class GrammarConstraint:
@@ -29,24 +37,39 @@ class GrammarConstraint:
 
     depends_on_text = True
 
-    def __init__(self, matcher: Any, width: int):
-        self._matcher, self._num_consumed = matcher, 0
-        self._mask = np.empty(-(-width // 32), np.uint32)
+    def __init__(self, compiler: "GrammarCompiler", params: StructuredOutputsParams, compiled: "LLMatcher"):
+        self._compiler, self._params = compiler, params
+        self._compiled, self._is_renewed = compiled, False
+        self._matcher, self._num_consumed = compiled.deep_copy(), 0
+        self._mask = empty_mask(compiler.width)
+        # A complement matches what llguidance marks control tokens with.
+        self._has_complement = params.grammar is not None and has_complement(params.grammar)
 
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
         """Clear the bits of tokens with which the text is no beginning of one that the grammar describes."""
-        matcher, first = self._matcher, seq.num_prompt_tokens + self._num_consumed
-        for token_id in seq.token_ids[first:]:
-            self._check(matcher.consume_token(token_id))
-            self._num_consumed += 1
-        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._check(not matcher.is_error())
-        allowed &= self._mask[: len(allowed)]
-
-    def _check(self, is_good: bool) -> None:
-        if not is_good:
+        self._advance(seq)
+        if self._matcher.is_error() and not self._is_renewed and TOO_AMBIGUOUS not in self._matcher.get_error():
+            # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
+            self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
+            self._matcher, self._num_consumed = self._compiled.deep_copy(), 0
+            self._advance(seq)
+        if self._matcher.is_error():
             reason = f"the grammar of structured failed: {first_line(self._matcher.get_error())}"
             raise ConstraintFailed(reason, param="structured")
+        if self._has_complement:
+            clear_bits(self._mask, self._compiler.control_token_ids)
+            if self._matcher.is_accepting():
+                set_bits(self._mask, self._compiler.eos_token_ids)
+        allowed &= self._mask[: len(allowed)]
+
+    def _advance(self, seq: Sequence) -> None:
+        """Compute the mask after the sequence's last token."""
+        matcher, first = self._matcher, seq.num_prompt_tokens + self._num_consumed
+        for token_id in seq.token_ids[first:]:
+            if not matcher.consume_token(token_id):
+                return
+            self._num_consumed += 1
+        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
 
 
 class GrammarCompiler:
@@ -62,15 +85,22 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Iterable[int], vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self.eos_token_ids = sorted(i for i in eos_token_ids if 0 <= i < vocab_size)
+        self.control_token_ids = sorted({*self.eos_token_ids, *special_ids(tokenizer)})
         # Of what is kept, and of making more: the engine's thread must not wait for another request's grammar.
         self._lock, self._compiling = threading.Lock(), threading.Lock()
         self._ll_tokenizer: Any = None
-        self._compiled: OrderedDict[StructuredOutputsParams, Any] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._refused: OrderedDict[StructuredOutputsParams, tuple[str, str | None]] = OrderedDict()
         self._is_trusting = True
         self._trial: GrammarTrial | None = None
 
+    @property
+    def width(self) -> int:
+        """The number of tokens in a mask, once there is a grammar."""
+        return self._ll_tokenizer.vocab_size
+
     def distrust(self) -> None:
-        """From now on, compile each grammar in a process with limits first; `close` ends the process."""
+        """From now on, have `check` compile each grammar in a process with limits first; `close` ends the process."""
         self._is_trusting = False
 
     def close(self) -> None:
@@ -80,35 +110,66 @@ class GrammarCompiler:
 
     def constraint(self, params: StructuredOutputsParams) -> GrammarConstraint:
         """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced."""
-        return GrammarConstraint(self._matcher(params).deep_copy(), self._ll_tokenizer.vocab_size)
+        return GrammarConstraint(self, params, self._matcher(params))
 
-    def check(self, params: StructuredOutputsParams | None) -> None:
-        """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept."""
-        if params is not None:
-            self._matcher(params)
+    def check(self, params: StructuredOutputsParams | None, is_quick: bool = False) -> None:
+        """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept.
+
+        Raises `TakesLonger` for what `is_quick` leaves too little time, where grammars are not trusted.
+        """
+        if params is None or self.has(params):
+            return
+        if not self._is_trusting:
+            self._check_apart(params, is_quick)
+        self._matcher(params)
 
     def has(self, params: StructuredOutputsParams) -> bool:
         """Whether the grammar is compiled already."""
         return self._kept(params) is not None
 
-    def _matcher(self, params: StructuredOutputsParams) -> Any:
+    def renewed(self, params: StructuredOutputsParams, compiled: "LLMatcher") -> "LLMatcher":
+        """A grammar that was compiled, compiled anew unless another sequence has had that done."""
+        with self._compiling:
+            matcher = self._kept(params)
+            if matcher is None or matcher is compiled:
+                matcher = self._compile(params)
+                self._keep(params, matcher)
+            return matcher
+
+    def _check_apart(self, params: StructuredOutputsParams, is_quick: bool) -> None:
+        with self._lock:
+            refusal = self._refused.get(params)
+        if refusal is not None:
+            message, param = refusal
+            raise RequestError(message, param=param)
+        self._prepare()
+        try:
+            self._trial.check(params, is_quick)
+        except RequestError as error:
+            with self._lock:
+                self._refused[params] = str(error), error.param
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise
+
+    def _matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
         matcher = self._kept(params)
         if matcher is None:
+            self._prepare()
             with self._compiling:
                 matcher = self._kept(params)
                 if matcher is None:
-                    self._prepare()
                     matcher = self._compile(params)
                     self._keep(params, matcher)
         return matcher
 
-    def _kept(self, params: StructuredOutputsParams) -> Any | None:
+    def _kept(self, params: StructuredOutputsParams) -> "LLMatcher | None":
         with self._lock:
             if params in self._compiled:
                 self._compiled.move_to_end(params)
             return self._compiled.get(params)
 
-    def _keep(self, params: StructuredOutputsParams, matcher: Any) -> None:
+    def _keep(self, params: StructuredOutputsParams, matcher: "LLMatcher") -> None:
         with self._lock:
             self._compiled[params] = matcher
             if len(self._compiled) > MAX_COMPILED:
@@ -116,8 +177,12 @@ class GrammarCompiler:
 
     def _prepare(self) -> None:
         """Make llguidance's tokenizer."""
-        if self._ll_tokenizer is not None:
-            return
+        if self._ll_tokenizer is None:
+            with self._compiling:
+                if self._ll_tokenizer is None:
+                    self._make_tokenizer()
+
+    def _make_tokenizer(self) -> None:
         if find_spec("llguidance") is None:
             reason = "structured needs llguidance: pip install 'mmvllm[structured]'"
             raise RequestError(reason, param="structured")
@@ -129,12 +194,12 @@ class GrammarCompiler:
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
         if not self._is_trusting:
+            from mmvllm.engine.grammar_trial import GrammarTrial  # needs what Windows does not have
+
             self._trial = GrammarTrial(description, width, self.eos_token_ids)
         self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
 
-    def _compile(self, params: StructuredOutputsParams) -> Any:
-        if self._trial is not None:
-            self._trial.check(params)
+    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
         return compile_grammar(self._ll_tokenizer, self.eos_token_ids, params)
 
 

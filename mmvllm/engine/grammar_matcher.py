@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmvllm.errors import RequestError
+from mmvllm.grammar_cost import may_be_ambiguous
 from mmvllm.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -20,10 +21,17 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# What a grammar may follow at a time whose texts may be read in several ways: each token takes the cube of it, and
+# llguidance stops only after the one that exceeds it. 200 take up to 0.3 s.
+MAX_AMBIGUOUS = 200
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
 # Between tokens of JSON by default: small models fill a completion with white space where more may follow.
 WHITESPACE = r"[ \n]"
+
+
+class TakesLonger(Exception):
+    """A grammar takes longer to compile than one that others wait for may."""
 
 
 def compile_grammar(
@@ -36,7 +44,9 @@ def compile_grammar(
         grammar = _grammar(LLMatcher, params)
     except ValueError as error:
         raise refused(params, str(error)) from None
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    is_ambiguous = params.grammar is not None and may_be_ambiguous(params.grammar)
+    limits = LLParserLimits(**LIMITS, max_items_in_row=MAX_AMBIGUOUS if is_ambiguous else None)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
         first = matcher.deep_copy()
         _try(first, tokenizer.vocab_size, eos_token_ids)

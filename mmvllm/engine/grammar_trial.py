@@ -1,31 +1,35 @@
-"""Compiles grammars of untrusted senders first in a process, whose time, memory and stack are limited.
+"""Compiles grammars of untrusted senders first in processes whose time, memory and stack are limited.
 
 llguidance limits neither what an expression takes to compile nor how deeply it recurses, which ends a process. What
-`mmvllm/grammar_cost.py` refuses is the part of it that can be told from the text, without a process that is lost.
+`mmvllm/grammar_cost.py` refuses is the part of it that can be told from the text. A process that has read the tokenizer
+forks for each grammar, so that one which ends its process costs no more than its own time.
 """
 
-import threading
+import os
+import pickle
+import resource
+import signal
+import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from math import ceil
-from time import process_time
 from typing import Any
 
 from mmvllm.config import MiB
-from mmvllm.engine.grammar_matcher import compile_grammar, refused
-from mmvllm.memory_limit import memory_limit, return_freed_memory
+from mmvllm.engine.grammar_matcher import TakesLonger, compile_grammar, refused
+from mmvllm.errors import RequestError
+from mmvllm.memory_limit import memory_limit
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
 
-CPU_SECONDS = 2  # grammars that people write take up to 0.2 s
+NUM_PROCESSES = 3
+# CPU time. Grammars that people write take up to 0.2 s; those that take longer are tried apart from the others.
+QUICK_SECONDS, MOST_SECONDS = 0.3, 2.0
 WALL_SECONDS = 30.0  # the engine has priority
 MAX_BYTES = 128 * MiB  # grammars that people write take up to 10 MiB
 DEFAULT_STACK_BYTES = 2 * MiB  # of a thread, where the stack of a process has no limit
 
 
 class GrammarTrial:
-    """Tries whether grammars can be compiled, in a process that starts now; safe for several threads.
+    """Tries whether grammars can be compiled, in processes of which one starts now; safe for several threads.
 
     Args:
         description: the JSON of a fast tokenizer.
@@ -34,16 +38,25 @@ class GrammarTrial:
     """
 
     def __init__(self, description: str, vocab_size: int, eos_token_ids: Sequence[int]):
-        self._pool = WorkerPool(1, _start, (description, vocab_size, eos_token_ids))
+        self._pool = WorkerPool(NUM_PROCESSES, _start, (description, vocab_size, eos_token_ids))
         self._pool.start()
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Raise RequestError for a grammar that cannot be enforced, or takes too much to compile."""
+    def check(self, params: StructuredOutputsParams, is_quick: bool = False) -> None:
+        """Raise RequestError for a grammar that cannot be enforced, or takes too much to compile.
+
+        Raises TakesLonger for one that `is_quick` leaves too little time.
+        """
         try:
-            self._pool.run(_try, params, timeout=WALL_SECONDS)
-        except (WorkerDied, WorkerTimeout) as error:
-            limits = f"{CPU_SECONDS} s, {MAX_BYTES // MiB} MiB or {_stack_bytes() // MiB} MiB of stack"
-            raise refused(params, f"compiling it takes more than {limits}; simplify it ({error})") from None
+            error, end = self._pool.run(_try, params, QUICK_SECONDS if is_quick else MOST_SECONDS, timeout=WALL_SECONDS)
+        except (WorkerDied, WorkerTimeout) as caught:
+            error, end = None, str(caught)
+        if is_quick and end == signal.SIGPROF.name:
+            raise TakesLonger
+        if end:
+            limits = f"{MOST_SECONDS:g} s, {MAX_BYTES // MiB} MiB or {_stack_bytes() // MiB} MiB of stack"
+            raise refused(params, f"compiling it takes more than {limits}; simplify it ({end})")
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         self._pool.close()
@@ -51,15 +64,11 @@ class GrammarTrial:
 
 def _stack_bytes() -> int:
     """Half of what a thread has for recursion, at most 4 MiB."""
-    with suppress(ImportError):  # not on Windows
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
-        return (DEFAULT_STACK_BYTES if limit == resource.RLIM_INFINITY else min(limit, 8 * MiB)) // 2
-    return DEFAULT_STACK_BYTES // 2
+    limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return (DEFAULT_STACK_BYTES if limit == resource.RLIM_INFINITY else min(limit, 8 * MiB)) // 2
 
 
-# What follows runs in the process.
+# What follows runs in the processes.
 
 _tokenizer: Any = None
 _eos_token_ids: Sequence[int] = ()
@@ -71,32 +80,38 @@ def _start(description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> N
 
     _tokenizer = LLTokenizer(description, n_vocab=vocab_size, eos_token=eos_token_ids)
     _eos_token_ids = eos_token_ids
-    threading.stack_size(_stack_bytes())
 
 
-def _try(params: StructuredOutputsParams) -> None:
-    _limit_cpu_time()
-    done: Future[None] = Future()
-    with memory_limit(MAX_BYTES):
-        thread = threading.Thread(target=_settle, args=(done, params))
-        thread.start()
-        thread.join()
-    return_freed_memory()
-    done.result()
+def _try(params: StructuredOutputsParams, seconds: float) -> tuple[RequestError | None, str]:
+    """Compile a grammar in a fork; its error, and how the fork ended, "" if by itself."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, whose locks the fork needs not
+        pid = os.fork()
+    if pid == 0:
+        _compile_and_exit(params, seconds, writer)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code == 0:
+        return pickle.loads(answer), ""
+    return None, signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _settle(done: Future[None], params: StructuredOutputsParams) -> None:
+def _compile_and_exit(params: StructuredOutputsParams, seconds: float, writer: int) -> None:
     try:
-        compile_grammar(_tokenizer, _eos_token_ids, params)
-        done.set_result(None)
-    except Exception as error:
-        done.set_exception(error)
-
-
-def _limit_cpu_time() -> None:
-    """Have the system end this process after `CPU_SECONDS` more."""
-    with suppress(ImportError):  # not on Windows
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (ceil(process_time()) + CPU_SECONDS, most))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance would tell how it ends
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (_stack_bytes(), most))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        error = None
+        try:
+            with memory_limit(MAX_BYTES):
+                compile_grammar(_tokenizer, _eos_token_ids, params)
+        except RequestError as caught:
+            error = caught
+        os.write(writer, pickle.dumps(error))
+        os._exit(0)
+    except BaseException:  # a fork must not go on with the work of its parent
+        os._exit(1)

@@ -8,6 +8,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.engine.grammar import MAX_COMPILED
+from mmvllm.engine.grammar_matcher import TakesLonger
 from mmvllm.errors import DeadlineExceeded, RequestError
 from tests.helpers.async_engines import QUESTION, SHORT, async_test, collect, wait_until_idle
 from tests.helpers.requests import ask
@@ -62,6 +63,29 @@ async def test_other_requests_do_not_wait(engine, compiling, may_end):
     assert (await waits)[1] == ["waits"]
     assert set(compiling) == {"kno+wn", "slow", "waits"}  # nothing was begun for those who have gone
     wait_until_idle(engine)
+
+
+@async_test
+async def test_a_grammar_that_takes_longer_is_tried_apart(engine, may_end, monkeypatch):
+    slow_ones, check = [], engine._engine.grammars.check
+
+    def checked(params, is_quick=False):
+        if params is not None and params.regex.startswith("slow") and is_quick:
+            raise TakesLonger
+        if params is not None and params.regex.startswith("slow"):
+            slow_ones.append(params.regex)
+            assert may_end.wait(60)
+        check(params)
+
+    monkeypatch.setattr(engine._engine.grammars, "check", checked)
+    slow = [asyncio.create_task(collect(engine, ask("Hello"), matching(f"slow{number}"))) for number in range(4)]
+    while not slow_ones:
+        await asyncio.sleep(0.01)
+    for number in range(4):
+        assert (await collect(engine, ask("Hello"), matching(f"quick{number}")))[1] == [f"quick{number}"]
+    assert slow_ones == ["slow0"] and not any(task.done() for task in slow)
+    may_end.set()
+    assert [(await task)[1] for task in slow] == [[f"slow{number}"] for number in range(4)]
 
 
 @async_test

@@ -8,6 +8,7 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.engine.grammar import GrammarCompiler
+from mmvllm.engine.grammar_matcher import TakesLonger
 from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.errors import RequestError
 from mmvllm.structured import StructuredOutputsParams
@@ -69,6 +70,39 @@ def test_what_takes_too_much_is_refused(name, trial):
         trial.check(unchecked(kind, text))
     assert caught.value.param == f"structured.{kind}"
     trial.check(StructuredOutputsParams(regex="another"))
+
+
+def test_what_takes_longer_is_told_apart(trial):
+    """Others wait for the quick tries only."""
+    slow = unchecked(*HOSTILE["pairs"])
+    with pytest.raises(TakesLonger):
+        trial.check(slow, is_quick=True)
+    trial.check(StructuredOutputsParams(regex="quick"), is_quick=True)
+    with pytest.raises(RequestError, match="compiling it takes more than 2 s"):
+        trial.check(unchecked(*HOSTILE["a number"]), is_quick=True)  # which does not take time
+
+
+def test_a_refused_grammar_is_not_tried_again(tokenizer, monkeypatch):
+    tried, check = [], GrammarTrial.check
+    monkeypatch.setattr(GrammarTrial, "check", lambda self, *given: (tried.append(given), check(self, *given))[1])
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+    compiler.distrust()
+    for _ in range(3):
+        for params in (unchecked(*HOSTILE["rules"]), unchecked("regex", "(")):
+            with pytest.raises(RequestError, match="cannot be enforced: ") as caught:
+                compiler.check(params)
+            assert caught.value.param == f"structured.{params.kind}"
+        compiler.check(StructuredOutputsParams(regex="a"))
+    compiler.close()
+    assert len(tried) == 3
+
+
+def test_a_try_leaves_no_process(trial):
+    (worker,) = [process for process in spawned() if process.pid == trial._pool.run(tasks.pid)]
+    for kind, text in HOSTILE.values():
+        with pytest.raises(RequestError):
+            trial.check(unchecked(kind, text))
+    assert worker.is_running() and not worker.children()
 
 
 @pytest.mark.parametrize(

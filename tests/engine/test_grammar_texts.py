@@ -1,0 +1,163 @@
+"""What a grammar takes, and allows, token by token."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mmvllm import SamplingParams
+from mmvllm.engine import grammar_matcher
+from mmvllm.engine.constraints import ConstraintFailed
+from mmvllm.engine.grammar import GrammarCompiler
+from mmvllm.engine.sequence import Sequence
+from mmvllm.errors import RequestError
+from mmvllm.grammar_cost import may_be_ambiguous
+from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
+from mmvllm.structured import StructuredOutputsParams
+from tests.helpers.tokenizers import tokenizer_of
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("bundled")
+
+
+@pytest.fixture
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
+
+
+class Text:
+    """A completion that a grammar restricts."""
+
+    def __init__(self, compiler: GrammarCompiler, **fields):
+        self._seq = Sequence([0], SamplingParams(structured=fields), request_id="", block_size=4)
+        self._constraint = compiler.constraint(self._seq.sampling_params.structured)
+
+    def following(self) -> set[int]:
+        allowed = np.full(self._constraint._mask.shape, 0xFFFFFFFF, np.uint32)
+        self._constraint.restrict(self._seq, allowed)
+        return {*np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist()}
+
+    def write(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            assert token_id in self.following()
+            self._seq.append_token(token_id)
+
+
+def names(number: int, body: str) -> str:
+    rules = "\n".join(f"t{i}: {body}" for i in range(number))
+    return f'start: "!" | "#" s "~"\ns: {" | ".join(f"t{i}" for i in range(number))}\n{rules}'
+
+
+AMBIGUOUS = {
+    "many rules": names(190, "s s s | /[a-z ]/"),
+    "some rules": names(60, "s s s | /[a-z ]/"),
+    "nothing": 'start: "#" s "~"\ns: s s | /[a-z ]/ | ""',
+    "repetitions": 'start: "#" ((("a"+)+ "b"?)+)+ "~"',
+}
+
+
+@pytest.mark.parametrize("grammar", AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_no_token_of_an_ambiguous_grammar_takes_long(grammar, compiler, tokenizer):
+    """Without a limit one takes minutes, in which the interpreter does nothing else."""
+    text, longest = Text(compiler, grammar=grammar), 0.0
+    for token_id in tokenizer.encode("#" + "a" * 60):
+        begin = time.process_time()
+        try:
+            text.write([token_id])
+        except ConstraintFailed as error:
+            assert "items" in str(error)
+            break
+        finally:
+            longest = max(longest, time.process_time() - begin)
+    assert longest < 2
+
+
+TOOLS = [
+    {"function": {"name": name, "parameters": {"type": "object", "properties": {"a": {"enum": [name]}}}}}
+    for name in ("first", "second")
+]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        ('start: "yes" | "no"', False),
+        ('start: a b? c*\na: "x"\nb: "y"\nc: "z"', False),
+        ('start: A+\nA: /a/* (B B)+\nB: "b"', False),
+        ('start: %json {"type": "object", "properties": {"a": {"minLength": 3}}}', False),
+        ('start: a\na: a "+" a | "x"', True),
+        ('start: a\na: b | "y"\nb: "x"? a', True),
+        ('start: a\n?a: b\n!b: "x" a?', True),
+        ('start: (a+)+\na: "x"', True),
+        ('start: a+\na: b*\nb: "x"', True),
+        ('start: a{2,3}\na: "x"~5', True),
+    ],
+)
+def test_grammars_whose_texts_may_be_read_in_several_ways(grammar, expected, compiler):
+    assert may_be_ambiguous(grammar) == expected
+    compiler.check(StructuredOutputsParams(grammar=grammar))
+
+
+def test_calls_of_many_functions_have_no_limit_of_ambiguity(compiler, tokenizer):
+    properties = {f"property{i}": {"type": "string"} for i in range(20)}
+    tools = [{"function": {"name": f"f{i}", "parameters": {"type": "object", "properties": properties}}} for i in "abc"]
+    for grammar in (
+        tool_call_grammar(tools, tokenizer, parallel=True),
+        free_text_grammar(tools, tokenizer),
+        calls_or_json_grammar(tools, tokenizer, {"type": "object"}, True),
+    ):
+        assert not may_be_ambiguous(grammar)
+        compiler.check(StructuredOutputsParams(grammar=grammar))
+
+
+LONG = "red circle " * 15
+
+
+def strings(number: int) -> dict:
+    properties = {f"f{i}": {"type": "string", "maxLength": 200 + i} for i in range(number)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def test_texts_of_earlier_requests_use_nothing_up(compiler, tokenizer, monkeypatch):
+    """All requests with a grammar share the states of its lexer, of which there may be so many."""
+    monkeypatch.setitem(grammar_matcher.LIMITS, "max_lexer_states", 900)
+    renewed, renew = [], compiler.renewed
+    monkeypatch.setattr(compiler, "renewed", lambda *given: (renewed.append(1), renew(*given))[1])
+    for i in [*range(12), 0, 1]:
+        Text(compiler, json=strings(12)).write(tokenizer.encode(f'{{"f{i}": "{LONG}"}}'))
+    assert 0 < len(renewed) < 10
+
+
+def test_a_text_that_is_too_much_by_itself_fails(compiler, tokenizer, monkeypatch):
+    monkeypatch.setitem(grammar_matcher.LIMITS, "max_lexer_states", 300)
+    text = Text(compiler, json=strings(12))
+    with pytest.raises(ConstraintFailed, match="too many states"):
+        text.write(tokenizer.encode("{" + ", ".join(f'"f{i}": "{LONG}"' for i in range(12)) + "}"))
+
+
+@pytest.mark.parametrize("terminal", ["~/b/", "~/(?s:.*)b/", '~("a"|"b")'])
+def test_a_complement_is_of_texts(terminal, compiler, tokenizer):
+    """It also matches what control tokens are marked with: a completion could end where it is not complete."""
+    special, end = {*tokenizer.all_special_ids}, {tokenizer.eos_token_id}
+    text = Text(compiler, grammar=f"start: T\nT: {terminal}")
+    text.write(tokenizer.encode("abc"))
+    assert text.following() & special == end
+    text = Text(compiler, grammar=f"start: T\nT: {terminal}")
+    text.write(tokenizer.encode("b"))
+    assert text.following() & special == set()
+    unfinished = Text(compiler, grammar='start: T "z"\nT: ~/b/ & /[^z]*/')
+    unfinished.write(tokenizer.encode("ac"))
+    assert not unfinished.following() & special
+    unfinished.write(tokenizer.encode("z"))
+    assert unfinished.following() & special == end
+
+
+def test_a_complement_excludes_control_tokens():
+    with pytest.raises(RequestError, match=r"has a complement \(~\) and control tokens \(<\[ID\]>\)") as caught:
+        StructuredOutputsParams(grammar="start: <[5]> T\nT: ~/b/")
+    assert caught.value.param == "structured.grammar"
+    StructuredOutputsParams(grammar='start: <[5]> "a"~2..3 /~/')
