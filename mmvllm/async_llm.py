@@ -242,7 +242,7 @@ class AsyncLLM:
     async def _with_grammar(
         self, request: Request | Callable[[], Awaitable[Request]], structured: StructuredOutputsParams
     ) -> Request:
-        """The request, once its grammar is compiled: in threads for grammars, since all others wait for nothing."""
+        """The request, once its grammar is compiled: in threads for grammars, so that no other request waits."""
         run, check = asyncio.get_running_loop().run_in_executor, self._engine.grammars.check
         try:
             await run(self._grammars, partial(check, structured, is_quick=True))

@@ -8,7 +8,6 @@ all that the terminals in it have, so that a few short lines may make an express
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from itertools import islice, pairwise
 from math import prod
 
@@ -123,28 +122,9 @@ def _names_in(bodies: Mapping[str, list[_Token]]) -> dict[str, list[str]]:
     return {name: [one for one in dict.fromkeys(names) if one in bodies] for name, names in found.items()}
 
 
-def may_be_ambiguous(grammar: str) -> bool:
-    """Whether a text may be read in several ways: where rules lead to themselves, or repetitions are in others."""
-    rules = {name: body for name, body in _bodies(grammar).items() if not _is_terminal(name)}
-    inner = _names_in(rules)
-    try:
-        TopologicalSorter(inner).prepare()
-    except CycleError:
-        return True
-    return longest_chain({name: _num_repetitions(body) for name, body in rules.items()}, inner) > 1
-
-
 def has_complement(grammar: str) -> bool:
     """Whether there is an operator `~` that stands for all other texts."""
     return any(kind == "other" and text == "~" for _, body in _definitions(grammar) for kind, text in body)
-
-
-def _num_repetitions(body: list[_Token]) -> int:
-    """How many operators repeat a part of a rule."""
-    found = 0
-    for (kind, text), (_, following) in pairwise([*body, ("other", "")]):
-        found += kind == "times" or (kind == "other" and (text in "*+" or (text == "{" and following.isdigit())))
-    return found
 
 
 def _depth(body: list[_Token]) -> int:

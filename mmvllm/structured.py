@@ -22,6 +22,10 @@ _EMBEDDED = re.compile(r"%json(?:\s|//[^\n]*|#[^\n]*)*")  # what comes before a 
 MAX_DEPTH = 32  # of objects and lists in a schema
 
 
+class UnambiguousGrammar(str):
+    """A grammar in Lark of which its maker knows that each text can be read in one way only."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What the text of a completion must be; exactly one of the first five.

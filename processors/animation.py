@@ -16,7 +16,7 @@ from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo, is_later_shown
 from mmvllm.processors.decode import Reserve, readable_formats
 from mmvllm.processors.decode_video import BYTES_PER_PIXEL, guarded, sampled
 from mmvllm.processors.pixels import upright_rgb
-from mmvllm.processors.scan import TIFF_MAGIC, scan
+from mmvllm.processors.scan import TIFF_MAGIC, check_opened, scan
 from mmvllm.processors.video import ClipPlan
 from mmvllm.processors.video_limits import VideoLimits
 
@@ -102,6 +102,7 @@ def _read(data: bytes, name: str, limits: VideoLimits, reserve: Reserve, use: Ca
             raise VideoError(name, f"too large to decode ({error}); shrink it first") from None
         with closing(image):
             limits.check_size(name, image.height, image.width)
+            check_opened(image)
             with reserve(image.height * image.width * BYTES_PER_PIXEL):
                 animation = _Animation(image, name, limits)
             return use(animation)

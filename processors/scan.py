@@ -9,9 +9,9 @@ an ordinary JPEG of 5 MB takes 0.9 ms on a CPU core, decoding it more than a hun
 import re
 import struct
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 # A progressive JPEG is decoded once per scan, and a scan may have a few bytes. libjpeg's own script for colour has 10
 # scans, those of mozjpeg, jpegli and cameras fewer than 20; no encoder has a reason for more than about 60.
@@ -23,7 +23,6 @@ MAX_GIF_COMMENT_BYTES = 1024 * 1024
 MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
 MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
-MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
@@ -37,8 +36,10 @@ _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
-_TIFF_ROWS, _TIFF_COMPRESSION = 257, 259  # tags
-_TIFF_FAX = (2, 3, 4, 32771)  # compressions
+
+
+MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
+_FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 
 
 class RefusedImage(ValueError):
@@ -54,7 +55,14 @@ def scan(data: bytes) -> None:
     elif data.startswith((b"GIF87a", b"GIF89a")):
         _scan_gif(data)
     elif data.startswith(TIFF_MAGIC):
-        _scan_tiff(data)
+        _scan_directory(data, "a TIFF directory")
+
+
+def check_opened(image: Image.Image) -> None:
+    """Raise RefusedImage for an opened image that is unreasonable to decode."""
+    if image.format == "TIFF" and image.info.get("compression") in _FAX and image.height > MAX_FAX_ROWS:
+        rows = f"{image.height:,} rows in a fax compression, at most {MAX_FAX_ROWS:,} are accepted"
+        raise RefusedImage(f"is a TIFF of {rows}")
 
 
 def scan_exif(block: bytes) -> None:
@@ -168,16 +176,6 @@ def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
         yield label, 0
 
 
-def _scan_tiff(data: bytes) -> None:
-    _scan_directory(data, "a TIFF directory")
-    values = dict(_inline_values(data))
-    num_rows = values.get(_TIFF_ROWS, 0)
-    if values.get(_TIFF_COMPRESSION) in _TIFF_FAX and num_rows > MAX_FAX_ROWS:
-        raise RefusedImage(
-            f"is a TIFF of {num_rows:,} rows in a fax compression, at most {MAX_FAX_ROWS:,} are accepted"
-        )
-
-
 def _scan_directory(data: bytes, name: str) -> None:
     """Refuse entries that share their bytes, which are copied for each of them, and lists of a million rationals."""
     declared = 0
@@ -191,23 +189,9 @@ def _scan_directory(data: bytes, name: str) -> None:
 
 def _directory_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
     """(type, bytes, number of values) of the entries whose values are elsewhere in the file."""
-    for _, kind, number, size, field in _entries(data):
-        if size > len(field) and int.from_bytes(field, _byte_order(data)) + size <= len(data):
-            yield kind, size, number
-
-
-def _inline_values(data: bytes) -> Iterator[tuple[int, int]]:
-    """(tag, first value as an integer) of the entries that hold their values."""
-    for tag, _, number, size, field in _entries(data):
-        if number and size <= len(field):
-            yield tag, int.from_bytes(field[: size // number], _byte_order(data))
-
-
-def _entries(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
-    """(tag, type, number of values, their bytes, the value or where it is) of the entries of the first directory."""
-    order = ">" if _byte_order(data) == "big" else "<"
     is_big = data[2:3] == b"+"
-    head, count, entry = [order + form for form in (("8xQ", "Q", "HHQ8s") if is_big else ("4xI", "H", "HHI4s"))]
+    order = ">" if data[:2] == b"MM" else "<"
+    head, count, entry = [order + form for form in (("8xQ", "Q", "2xHQQ") if is_big else ("4xI", "H", "2xHII"))]
     try:
         (at,) = struct.unpack_from(head, data)
         (num_entries,) = struct.unpack_from(count, data, at)
@@ -215,9 +199,7 @@ def _entries(data: bytes) -> Iterator[tuple[int, int, int, int, bytes]]:
         return
     at += struct.calcsize(count)
     num_entries = min(num_entries, (len(data) - at) // struct.calcsize(entry))
-    for tag, kind, number, field in struct.iter_unpack(entry, data[at : at + num_entries * struct.calcsize(entry)]):
-        yield tag, kind, number, number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0, field
-
-
-def _byte_order(data: bytes) -> Literal["big", "little"]:
-    return "big" if data[:2] == b"MM" else "little"
+    for kind, number, offset in struct.iter_unpack(entry, data[at : at + num_entries * struct.calcsize(entry)]):
+        size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
+        if size > (8 if is_big else 4) and offset + size <= len(data):
+            yield kind, size, number

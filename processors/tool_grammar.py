@@ -6,6 +6,7 @@ from typing import Any
 
 from mmvllm.processors.tool_calls import END, START
 from mmvllm.schema_keywords import enforceable
+from mmvllm.structured import UnambiguousGrammar
 
 # As `json.dumps` writes JSON, which is how prompts show calls. A \u escape could spell the name of a property.
 STYLE = {
@@ -44,7 +45,7 @@ def _grammar(rules: Sequence[str], tools: Sequence[dict], tokenizer: Any) -> str
     functions = [tool["function"] for tool in tools]
     names = [f"function_{i}" for i in range(len(functions))]
     call = rf'call: "\n" ({" | ".join(names)}) "\n" {_marks(tokenizer)[1]}'
-    return "\n".join(["%llguidance {}", *rules, call, *map(_rule, names, functions)])
+    return UnambiguousGrammar("\n".join(["%llguidance {}", *rules, call, *map(_rule, names, functions)]))
 
 
 def _calls(tokenizer: Any, parallel: bool) -> str:

@@ -22,7 +22,7 @@ from mmvllm.captioning.record import MAX_LINE_BYTES, as_line, is_clip, parse_rec
 from mmvllm.captioning.replacing import check_regular
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
-from mmvllm.captioning.several import caption_columns
+from mmvllm.captioning.several import LIST, caption_columns
 from mmvllm.errors import ArgumentError
 from mmvllm.sampling_params import MAX_COMPLETIONS
 from mmvllm.text import counted
@@ -51,7 +51,7 @@ class Journal:
             check_regular(one)
         self._num_lines, self._synced = 0, time.monotonic()
         self.is_synced = True
-        self._has_begun = self._has_superseded = self._is_lost = False
+        self._has_begun = self._has_superseded = self._is_lost = self._has_unnamed = False
         self._last_names: tuple[str | None, list[str]] = None, []
         self._file = LockedFile(path)
         try:
@@ -132,10 +132,9 @@ class Journal:
 
     def caption_columns(self) -> list[str]:
         """The columns of a table for the captions of jobs with several, at most `MAX_COMPLETIONS`."""
-        of_jobs = ((values.get("prompts"), values.get("n", 1)) for values in self.made_with.known.values())
-        columns = (
-            caption_columns([one["name"] for one in prompts] if prompts else [None], n) for prompts, n in of_jobs
-        )
+        of_jobs = ((values.get("prompts") or [], values.get("n", 1)) for values in self.made_with.known.values())
+        unnamed = [None] if self._has_unnamed else []  # which a list may give a prompt of its own
+        columns = (caption_columns([one["name"] for one in prompts] + unnamed or [None], n) for prompts, n in of_jobs)
         return list(dict.fromkeys(itertools.islice(itertools.chain.from_iterable(columns), MAX_COMPLETIONS)))
 
     def close(self) -> None:
@@ -168,7 +167,8 @@ class Journal:
         """Read the records into the index; complete the last line, or remove it if its record is incomplete."""
         size = 0
         for line in self._lines():
-            record, is_last = parse_record(line), not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+            is_last = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+            record = parse_record(line)
             if record is None and is_last:
                 logger.warning(
                     "%s: the last line is incomplete and is removed; its image is captioned again", self.path
@@ -235,6 +235,7 @@ class Journal:
 
     def _index_record(self, record: dict) -> None:
         has_failed = record["error"] is not None and self.is_own(record)
+        self._has_unnamed |= any(one["name"] is None for one in record.get(LIST, ()))
         is_new = self.index.note(record["key"], has_failed, self._num_lines)
         self._has_superseded |= not is_new
         self._num_lines += 1

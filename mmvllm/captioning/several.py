@@ -123,11 +123,9 @@ def shown_captions(record: dict) -> list[tuple[str | None, str]]:
 def caption_columns(names: Sequence[str | None], n: int) -> list[str]:
     """The columns of a table for the captions of a job with these prompts, and `n` captions of each.
 
-    Where a list gives an image a prompt of its own, its captions have no name.
+    The caption of a prompt without a name that has one only is in the column of records, `caption`.
     """
-    if n == 1:
-        return [_column(name, 1, 1) for name in names] if len(names) > 1 else []
-    return [_column(name, i, n) for name in dict.fromkeys((*names, None)) for i in range(1, n + 1)]
+    return [_column(name, i, n) for name in names for i in range(1, n + 1) if name is not None or n > 1]
 
 
 def with_caption_columns(record: dict) -> dict:

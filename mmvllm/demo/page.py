@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from gradio.routes import file_upload_statuses
+from gradio.server_messages import ServerMessage
 
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
@@ -67,9 +68,9 @@ class Page(gr.Blocks):
         return len(pending)
 
     def num_unread_updates(self, session_id: str) -> int:
-        """How many messages for a session its browser has not read; an answer has one for each update."""
+        """How many updates of a session's answers its browser has not read."""
         messages = self._queue.pending_messages_per_session.get(session_id)
-        return 0 if messages is None else messages.qsize()
+        return 0 if messages is None else sum(one.msg == ServerMessage.process_generating for one in messages._queue)
 
     def has_results(self, session_id: str) -> bool:
         """Whether gradio has a place for the results of a session, which begins with its first event."""

@@ -302,7 +302,7 @@ class Sessions:
         end = time.monotonic() + LISTEN_SECONDS
         while not (self.is_read(session.id) or session.id in self._open_tabs):
             if time.monotonic() > end:
-                raise UploadError("nobody waits for the answer")
+                raise UploadError("the page does not read its results; reload it")
             await asyncio.sleep(TICK_SECONDS)
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 32  # grammars that are kept
 MAX_REFUSED = 256
-TOO_AMBIGUOUS = "Current row has"  # begins llguidance's error, which a grammar that is compiled anew has again
+TOO_MANY = "items"  # in llguidance's errors that a grammar which is compiled again has again
 
 
 class GrammarConstraint:
@@ -48,7 +48,7 @@ class GrammarConstraint:
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
         """Clear the bits of tokens with which the text is no beginning of one that the grammar describes."""
         self._advance(seq)
-        if self._matcher.is_error() and not self._is_renewed and TOO_AMBIGUOUS not in self._matcher.get_error():
+        if self._matcher.is_error() and not self._is_renewed and TOO_MANY not in self._matcher.get_error():
             # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
             self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
             self._matcher, self._num_consumed = self._compiled.deep_copy(), 0
@@ -91,7 +91,7 @@ class GrammarCompiler:
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
         self._refused: OrderedDict[StructuredOutputsParams, tuple[str, str | None]] = OrderedDict()
-        self._is_trusting = True
+        self._is_trusting, self._is_closed = True, False
         self._trial: GrammarTrial | None = None
 
     @property
@@ -105,6 +105,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the process for grammars; another grammar is refused."""
+        self._is_closed = True
         if self._trial is not None:
             self._trial.close()
 
@@ -128,13 +129,12 @@ class GrammarCompiler:
         return self._kept(params) is not None
 
     def renewed(self, params: StructuredOutputsParams, compiled: "LLMatcher") -> "LLMatcher":
-        """A grammar that was compiled, compiled anew unless another sequence has had that done."""
-        with self._compiling:
-            matcher = self._kept(params)
-            if matcher is None or matcher is compiled:
-                matcher = self._compile(params)
-                self._keep(params, matcher)
-            return matcher
+        """Compile a grammar again, unless this was done for another sequence; waits for no other grammar."""
+        matcher = self._kept(params)
+        if matcher is None or matcher is compiled:
+            matcher = self._compile(params)
+            self._keep(params, matcher)
+        return matcher
 
     def _check_apart(self, params: StructuredOutputsParams, is_quick: bool) -> None:
         with self._lock:
@@ -194,9 +194,11 @@ class GrammarCompiler:
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
         if not self._is_trusting:
-            from mmvllm.engine.grammar_trial import GrammarTrial  # needs what Windows does not have
+            from mmvllm.engine.grammar_trial import GrammarTrial  # here, because it does not import on Windows
 
             self._trial = GrammarTrial(description, width, self.eos_token_ids)
+            if self._is_closed:
+                self._trial.close()
         self._ll_tokenizer = LLTokenizer(description, n_vocab=width, eos_token=self.eos_token_ids)
 
     def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmvllm.errors import RequestError
-from mmvllm.grammar_cost import may_be_ambiguous
-from mmvllm.structured import StructuredOutputsParams
+from mmvllm.structured import StructuredOutputsParams, UnambiguousGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -21,9 +20,9 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# What a grammar may follow at a time whose texts may be read in several ways: each token takes the cube of it, and
-# llguidance stops only after the one that exceeds it. 200 take up to 0.3 s.
-MAX_AMBIGUOUS = 200
+# Rules of a grammar that the parser may follow at a time: where a text can be read in several ways, a token takes the
+# cube of their number, and llguidance stops only after the one that exceeds it. 200 take up to 0.4 s.
+MAX_FOLLOWED = 200
 # A \u escape could spell the name of a property, and an escaped slash a name with one, past what is said of it.
 ESCAPES = '"\\bfnrt'
 # Between tokens of JSON by default: small models fill a completion with white space where more may follow.
@@ -44,8 +43,8 @@ def compile_grammar(
         grammar = _grammar(LLMatcher, params)
     except ValueError as error:
         raise refused(params, str(error)) from None
-    is_ambiguous = params.grammar is not None and may_be_ambiguous(params.grammar)
-    limits = LLParserLimits(**LIMITS, max_items_in_row=MAX_AMBIGUOUS if is_ambiguous else None)
+    may_be_ambiguous = params.grammar is not None and not isinstance(params.grammar, UnambiguousGrammar)
+    limits = LLParserLimits(**LIMITS, max_items_in_row=MAX_FOLLOWED if may_be_ambiguous else None)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
         first = matcher.deep_copy()
@@ -93,6 +92,9 @@ def refused(params: StructuredOutputsParams, message: str) -> RequestError:
     reason = first_line(message)
     if reason.startswith("oneOf constraints are not supported"):
         reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
+    if "items; max is" in reason:
+        reason = "too many rules and alternatives may be followed at a time; write alternatives that are texts as a "
+        reason += f"terminal, whose name is in capitals, and let a text be read in one way only ({message[:100]})"
     if reason.startswith("NoExtensionBias"):
         reason = "no text fits it: it refers to itself without end, or demands a control character in JSON"
     return RequestError(f"{param} cannot be enforced: {reason}", param=param)

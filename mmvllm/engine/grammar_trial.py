@@ -15,14 +15,14 @@ from typing import Any
 
 from mmvllm.config import MiB
 from mmvllm.engine.grammar_matcher import TakesLonger, compile_grammar, refused
-from mmvllm.errors import RequestError
+from mmvllm.errors import RequestError, RequestFailed
 from mmvllm.memory_limit import memory_limit
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
 
 NUM_PROCESSES = 3
-# CPU time. Grammars that people write take up to 0.2 s; those that take longer are tried apart from the others.
-QUICK_SECONDS, MOST_SECONDS = 0.3, 2.0
+# CPU time. Grammars that people write take up to 0.05 s; those that take longer are tried apart from the others.
+QUICK_SECONDS, MOST_SECONDS = 0.1, 2.0
 WALL_SECONDS = 30.0  # the engine has priority
 MAX_BYTES = 128 * MiB  # grammars that people write take up to 10 MiB
 DEFAULT_STACK_BYTES = 2 * MiB  # of a thread, where the stack of a process has no limit
@@ -44,12 +44,14 @@ class GrammarTrial:
     def check(self, params: StructuredOutputsParams, is_quick: bool = False) -> None:
         """Raise RequestError for a grammar that cannot be enforced, or takes too much to compile.
 
-        Raises TakesLonger for one that `is_quick` leaves too little time.
+        Raises TakesLonger for one that `is_quick` leaves too little time, and RequestFailed if the process fails.
         """
         try:
             error, end = self._pool.run(_try, params, QUICK_SECONDS if is_quick else MOST_SECONDS, timeout=WALL_SECONDS)
-        except (WorkerDied, WorkerTimeout) as caught:
-            error, end = None, str(caught)
+        except (WorkerDied, WorkerTimeout) as caught:  # which need not be due to the grammar
+            if is_quick:
+                raise TakesLonger from None
+            raise RequestFailed(f"the grammar could not be compiled ({caught}); try again later") from None
         if is_quick and end == signal.SIGPROF.name:
             raise TakesLonger
         if end:
@@ -86,7 +88,9 @@ def _try(params: StructuredOutputsParams, seconds: float) -> tuple[RequestError 
     """Compile a grammar in a fork; its error, and how the fork ended, "" if by itself."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, whose locks the fork needs not
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of forks beside threads, whose locks the fork does not need
         pid = os.fork()
     if pid == 0:
         _compile_and_exit(params, seconds, writer)

@@ -343,7 +343,7 @@ class JobFactory:
         if one.uuid is None:
             return data
         noun = "video" if isinstance(one, VideoReference) else "image"
-        key = noun, reservation.client, cache_salt, one.uuid
+        key = repr((noun, reservation.client, cache_salt, one.uuid))
         if data is not None:
             self._kept_media.keep(key, data)
             return data

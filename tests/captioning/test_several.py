@@ -135,6 +135,9 @@ def test_a_table_has_the_captions_of_own_prompts(n, folder, llm, tmp_path):
     columns = ["caption"] if n == 1 else ["caption_1", "caption_2"]
     assert [row[column] for column in columns] == [one["caption"] for one in record["captions"]]
     assert not any(row[name] for name in row if name.startswith("caption_") and name not in columns)
+    assert len(row) == len({*row}) and None not in row
+    [*caption_images(folder / "a.png", prompts=PROMPTS, **job | {"output": tmp_path / "other.csv"})]
+    assert "caption_1" not in (tmp_path / "other.csv").read_text()
 
 
 def test_several_captions_of_a_prompt(folder, llm):

@@ -11,7 +11,6 @@ from mmvllm.engine.constraints import ConstraintFailed
 from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
-from mmvllm.grammar_cost import may_be_ambiguous
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.structured import StructuredOutputsParams
 from tests.helpers.tokenizers import tokenizer_of
@@ -56,6 +55,19 @@ AMBIGUOUS = {
     "many rules": names(190, "s s s | /[a-z ]/"),
     "some rules": names(60, "s s s | /[a-z ]/"),
     "nothing": 'start: "#" s "~"\ns: s s | /[a-z ]/ | ""',
+    "a nested grammar": names(190, "s s s | /[a-z ]/")
+    .replace('"#" s "~"', '"#" y "~"')
+    .replace("s: ", "y: %lark { s: ", 1)
+    .replace("\nt0:", "\nstart: s\nt0:", 1)
+    + "\n}",
+    "levels": "\n".join(
+        [
+            'start: "!" | "#" s0 "~"',
+            *(f"s{i}: {' | '.join(f't{i}x{j}' for j in range(30))}" for i in range(3)),
+            *(f"t{i}x{j}: s{i + 1} s{i + 1} s{i + 1} | /[a-z ]/" for i in range(3) for j in range(30)),
+            "s3: /[a-z ]/",
+        ]
+    ),
     "repetitions": 'start: "#" ((("a"+)+ "b"?)+)+ "~"',
 }
 
@@ -76,42 +88,19 @@ def test_no_token_of_an_ambiguous_grammar_takes_long(grammar, compiler, tokenize
     assert longest < 2
 
 
-TOOLS = [
-    {"function": {"name": name, "parameters": {"type": "object", "properties": {"a": {"enum": [name]}}}}}
-    for name in ("first", "second")
-]
-
-
-@pytest.mark.parametrize(
-    ("grammar", "expected"),
-    [
-        ('start: "yes" | "no"', False),
-        ('start: a b? c*\na: "x"\nb: "y"\nc: "z"', False),
-        ('start: A+\nA: /a/* (B B)+\nB: "b"', False),
-        ('start: %json {"type": "object", "properties": {"a": {"minLength": 3}}}', False),
-        ('start: a\na: a "+" a | "x"', True),
-        ('start: a\na: b | "y"\nb: "x"? a', True),
-        ('start: a\n?a: b\n!b: "x" a?', True),
-        ('start: (a+)+\na: "x"', True),
-        ('start: a+\na: b*\nb: "x"', True),
-        ('start: a{2,3}\na: "x"~5', True),
-    ],
-)
-def test_grammars_whose_texts_may_be_read_in_several_ways(grammar, expected, compiler):
-    assert may_be_ambiguous(grammar) == expected
-    compiler.check(StructuredOutputsParams(grammar=grammar))
-
-
-def test_calls_of_many_functions_have_no_limit_of_ambiguity(compiler, tokenizer):
-    properties = {f"property{i}": {"type": "string"} for i in range(20)}
-    tools = [{"function": {"name": f"f{i}", "parameters": {"type": "object", "properties": properties}}} for i in "abc"]
+def test_calls_of_functions_are_not_ambiguous(compiler, tokenizer):
+    """Objects with many optional properties have as many rules to follow, of which one is right."""
+    properties = {f"property{i}": {"type": "string"} for i in range(100)}
+    tools = [{"function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}]
+    call = '<tool_call>\n{"name": "f", "arguments": {"property7": "a"}}\n</tool_call>'
     for grammar in (
         tool_call_grammar(tools, tokenizer, parallel=True),
         free_text_grammar(tools, tokenizer),
         calls_or_json_grammar(tools, tokenizer, {"type": "object"}, True),
     ):
-        assert not may_be_ambiguous(grammar)
-        compiler.check(StructuredOutputsParams(grammar=grammar))
+        Text(compiler, grammar=grammar).write(tokenizer.encode(call))
+        with pytest.raises(RequestError, match="items"):
+            Text(compiler, grammar=f"{grammar}\n").write(tokenizer.encode(call))
 
 
 LONG = "red circle " * 15

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
+from mmvllm.engine import grammar_trial
 from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.grammar_matcher import TakesLonger
 from mmvllm.engine.grammar_trial import GrammarTrial
-from mmvllm.errors import RequestError
+from mmvllm.errors import RequestError, RequestFailed
 from mmvllm.structured import StructuredOutputsParams
+from mmvllm.workers import WorkersUnusable
 from tests.helpers import tasks
 from tests.helpers.async_engines import OPTIONS, async_test, collect
 from tests.helpers.processes import spawned, wait_until_gone
@@ -95,6 +97,28 @@ def test_a_refused_grammar_is_not_tried_again(tokenizer, monkeypatch):
         compiler.check(StructuredOutputsParams(regex="a"))
     compiler.close()
     assert len(tried) == 3
+
+
+def test_a_process_that_fails_refuses_nothing_for_good(tokenizer, monkeypatch):
+    """It may have been killed for another reason than the grammar."""
+    compiler, params = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], len(tokenizer)), {"regex": "good"}
+    compiler.distrust()
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial, "_try", tasks.crash_on)
+        with pytest.raises(TakesLonger):
+            compiler.check(StructuredOutputsParams(**params), is_quick=True)
+        with pytest.raises(RequestFailed, match=r"could not be compiled .*; try again later"):
+            compiler.check(StructuredOutputsParams(**params))
+    compiler.check(StructuredOutputsParams(**params))
+    compiler.close()
+
+
+def test_a_closed_compiler_starts_no_process(tokenizer):
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+    compiler.distrust()
+    compiler.close()
+    with pytest.raises(WorkersUnusable):
+        compiler.check(StructuredOutputsParams(regex="a"))
 
 
 def test_a_try_leaves_no_process(trial):

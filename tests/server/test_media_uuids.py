@@ -106,7 +106,21 @@ def test_nothing_is_kept_where_that_is_switched_off(engine):
     assert call(app, "POST", CHAT, json=asked(by_name("a"))).status_code == 400
 
 
-def test_what_was_not_used_for_the_longest_time_goes_first():
+def test_names_and_small_images_take_memory_too():
+    """Otherwise images of a few bytes with names of a thousand would take gigabytes."""
+    store = MediaStore(100_000)
+    for number in range(2000):
+        store.keep(f"{number}" * 250, b"")
+    kept = sum(store.get(f"{number}" * 250) is not None for number in range(2000))
+    assert 300 < kept <= 100_000 / media_store.OVERHEAD
+    store.keep("frames", [b"x"] * 50)
+    assert store.get("frames") is not None
+    store.keep("frames", [b"x"] * 100)  # of more than a quarter
+    assert store.get("frames") is None
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(monkeypatch):
+    monkeypatch.setattr(media_store, "OVERHEAD", 0)
     store = MediaStore(40)
     for name in "abcd":
         store.keep(name, bytes(10))
