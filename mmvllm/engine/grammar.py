@@ -194,7 +194,7 @@ class GrammarCompiler:
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
         if not self._is_trusting:
-            from mmvllm.engine.grammar_trial import GrammarTrial  # here, because it does not import on Windows
+            from mmvllm.engine.grammar_trial import GrammarTrial  # here, because few programs need it
 
             self._trial = GrammarTrial(description, width, self.eos_token_ids)
             if self._is_closed:

@@ -7,7 +7,6 @@ forks for each grammar, so that one which ends its process costs no more than it
 
 import os
 import pickle
-import resource
 import signal
 import warnings
 from collections.abc import Sequence
@@ -66,6 +65,8 @@ class GrammarTrial:
 
 def _stack_bytes() -> int:
     """Half of what a thread has for recursion, at most 4 MiB."""
+    import resource  # not on Windows
+
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return (DEFAULT_STACK_BYTES if limit == resource.RLIM_INFINITY else min(limit, 8 * MiB)) // 2
 
@@ -104,6 +105,8 @@ def _try(params: StructuredOutputsParams, seconds: float) -> tuple[RequestError 
 
 
 def _compile_and_exit(params: StructuredOutputsParams, seconds: float, writer: int) -> None:
+    import resource
+
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where llguidance would tell how it ends
         _, most = resource.getrlimit(resource.RLIMIT_STACK)
