@@ -8,6 +8,7 @@ all that the terminals in it have, so that a few short lines may make an express
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, pairwise
 from math import prod
 
@@ -122,9 +123,12 @@ def _names_in(bodies: Mapping[str, list[_Token]]) -> dict[str, list[str]]:
     return {name: [one for one in dict.fromkeys(names) if one in bodies] for name, names in found.items()}
 
 
+@lru_cache(maxsize=32)  # asked for every sequence
 def has_complement(grammar: str) -> bool:
-    """Whether there is an operator `~` that stands for all other texts."""
-    return any(kind == "other" and text == "~" for _, body in _definitions(grammar) for kind, text in body)
+    """Whether a grammar has the operator `~` before a terminal: all texts but its own."""
+    return "~" in grammar and any(
+        kind == "other" and text == "~" for _, body in _definitions(grammar) for kind, text in body
+    )
 
 
 def _depth(body: list[_Token]) -> int:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask, set_bits
 from mmvllm.engine.detokenizer import special_ids
 from mmvllm.engine.grammar_matcher import compile_grammar, first_line
+from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.grammar_cost import has_complement
@@ -25,11 +26,9 @@ from mmvllm.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from mmvllm.engine.grammar_trial import GrammarTrial
-
 MAX_COMPILED = 32  # grammars that are kept
 MAX_REFUSED = 256
-TOO_MANY = "items"  # in llguidance's errors that a grammar which is compiled again has again
+TOO_MANY = "items"  # in llguidance's errors about its parser, in which compiling again changes nothing
 
 
 class GrammarConstraint:
@@ -194,8 +193,6 @@ class GrammarCompiler:
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
         if not self._is_trusting:
-            from mmvllm.engine.grammar_trial import GrammarTrial  # here, because few programs need it
-
             self._trial = GrammarTrial(description, width, self.eos_token_ids)
             if self._is_closed:
                 self._trial.close()
