@@ -5,8 +5,8 @@ llguidance limits neither what an expression takes to compile nor how deeply it 
 forks for each grammar, so that one which ends its process costs no more than its own time.
 """
 
+import json
 import os
-import pickle
 import signal
 import warnings
 from collections.abc import Sequence
@@ -45,8 +45,9 @@ class GrammarTrial:
 
         Raises TakesLonger for one that `is_quick` leaves too little time, and RequestFailed if the process fails.
         """
+        seconds = QUICK_SECONDS if is_quick else MOST_SECONDS
         try:
-            error, end = self._pool.run(_try, params, QUICK_SECONDS if is_quick else MOST_SECONDS, timeout=WALL_SECONDS)
+            refusal, end = self._pool.run(_try, params, seconds, timeout=WALL_SECONDS)
         except (WorkerDied, WorkerTimeout) as caught:  # which need not be due to the grammar
             if is_quick:
                 raise TakesLonger from None
@@ -56,8 +57,9 @@ class GrammarTrial:
         if end:
             limits = f"{MOST_SECONDS:g} s, {MAX_BYTES // MiB} MiB or {_stack_bytes() // MiB} MiB of stack"
             raise refused(params, f"compiling it takes more than {limits}; simplify it ({end})")
-        if error is not None:
-            raise error
+        if refusal is not None:
+            message, param = refusal
+            raise RequestError(message, param=param)
 
     def close(self) -> None:
         self._pool.close()
@@ -85,13 +87,12 @@ def _start(description: str, vocab_size: int, eos_token_ids: Sequence[int]) -> N
     _eos_token_ids = eos_token_ids
 
 
-def _try(params: StructuredOutputsParams, seconds: float) -> tuple[RequestError | None, str]:
-    """Compile a grammar in a fork; its error, and how the fork ended, "" if by itself."""
+def _try(params: StructuredOutputsParams, seconds: float) -> tuple[list[str | None] | None, str]:
+    """Compile a grammar in a fork; the text and the `param` of its error, and how the fork ended, "" if by itself."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forks beside threads, whose locks the fork does not need
+        # Of forks beside threads, whose locks this one does not need.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         _compile_and_exit(params, seconds, writer)
@@ -100,7 +101,7 @@ def _try(params: StructuredOutputsParams, seconds: float) -> tuple[RequestError 
         answer = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == 0:
-        return pickle.loads(answer), ""
+        return json.loads(answer), ""
     return None, signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -112,13 +113,13 @@ def _compile_and_exit(params: StructuredOutputsParams, seconds: float, writer: i
         _, most = resource.getrlimit(resource.RLIMIT_STACK)
         resource.setrlimit(resource.RLIMIT_STACK, (_stack_bytes(), most))
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        error = None
+        refusal = None
         try:
             with memory_limit(MAX_BYTES):
                 compile_grammar(_tokenizer, _eos_token_ids, params)
-        except RequestError as caught:
-            error = caught
-        os.write(writer, pickle.dumps(error))
+        except RequestError as error:
+            refusal = str(error), error.param
+        os.write(writer, json.dumps(refusal).encode())
         os._exit(0)
     except BaseException:  # a fork must not go on with the work of its parent
         os._exit(1)
