@@ -110,7 +110,7 @@ def check_grammar(grammar: str, param: str) -> None:
 
 
 def _bodies(grammar: str) -> dict[str, list[_Token]]:
-    """The rules and terminals by name, without the marks before a name."""
+    """Read the bodies of rules and terminals, by name without the marks before it."""
     bodies: dict[str, list[_Token]] = {}
     for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
         bodies.setdefault(name.lstrip(_MARKS), []).extend(body)
@@ -118,7 +118,7 @@ def _bodies(grammar: str) -> dict[str, list[_Token]]:
 
 
 def _names_in(bodies: Mapping[str, list[_Token]]) -> dict[str, list[str]]:
-    """Those of the names that each body has."""
+    """Find the rules and terminals that each body names."""
     found = {name: [text.lstrip(_MARKS) for kind, text in body if kind == "name"] for name, body in bodies.items()}
     return {name: [one for one in dict.fromkeys(names) if one in bodies] for name, names in found.items()}
 

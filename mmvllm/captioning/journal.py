@@ -133,7 +133,7 @@ class Journal:
     def caption_columns(self) -> list[str]:
         """The columns of a table for the captions of jobs with several, at most `MAX_COMPLETIONS`."""
         of_jobs = ((values.get("prompts") or [], values.get("n", 1)) for values in self.made_with.known.values())
-        unnamed = [None] if self._has_unnamed else []  # which a list may give a prompt of its own
+        unnamed = [None] if self._has_unnamed else []  # of images whose prompt is that of a list
         columns = (caption_columns([one["name"] for one in prompts] + unnamed or [None], n) for prompts, n in of_jobs)
         return list(dict.fromkeys(itertools.islice(itertools.chain.from_iterable(columns), MAX_COMPLETIONS)))
 

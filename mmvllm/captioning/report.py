@@ -55,9 +55,9 @@ def write_report(
 ) -> None:
     """Write a page with thumbnails, captions, failures, counts and throughput of `records`, which are iterated once.
 
-    Files are read again for their thumbnails, within the `timeouts`; those on the web, and images that could not be
-    loaded, are not. Raises ValueError if the page
-    cannot be at `path`, and any exception of `records`; an earlier page is then kept.
+    Files are read again for their thumbnails, within the `timeouts`; images on the web, and images that could not be
+    loaded, are not. Raises ValueError if the page cannot be at `path`, and any exception of `records`; an earlier page
+    is then kept.
     """
     path = Path(path)
     head, body = _template().split("{{records}}")

@@ -297,7 +297,7 @@ class Sessions:
     async def _wait_until_read(self, session: Session) -> None:
         """Return once the browser reads the session's results, which it does at once; else raise UploadError.
 
-        Files of clients that have gone would keep those of others waiting.
+        Otherwise files of disconnected clients would delay the files of other visitors.
         """
         end = time.monotonic() + LISTEN_SECONDS
         while not (self.is_read(session.id) or session.id in self._open_tabs):

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask, set_bits
 from mmvllm.engine.detokenizer import special_ids
-from mmvllm.engine.grammar_matcher import compile_grammar, first_line
+from mmvllm.engine.grammar_matcher import compile_grammar, reason_of
 from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
@@ -53,7 +53,7 @@ class GrammarConstraint:
             self._matcher, self._num_consumed = self._compiled.deep_copy(), 0
             self._advance(seq)
         if self._matcher.is_error():
-            reason = f"the grammar of structured failed: {first_line(self._matcher.get_error())}"
+            reason = f"the grammar of structured failed: {reason_of(self._matcher.get_error())}"
             raise ConstraintFailed(reason, param="structured")
         if self._has_complement:
             clear_bits(self._mask, self._compiler.control_token_ids)

@@ -82,25 +82,33 @@ def _grammar(matcher: type["LLMatcher"], params: StructuredOutputsParams) -> str
 
 
 def _literal(text: str) -> str:
-    """A string of Lark; its escapes are those of JSON."""
+    """Quote a text for Lark, which has the escapes of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def refused(params: StructuredOutputsParams, message: str) -> RequestError:
     """The error for a grammar that cannot be enforced, with the reason that llguidance gives."""
     param = f"structured.{params.kind}"
-    reason = first_line(message)
+    return RequestError(f"{param} cannot be enforced: {reason_of(message)}", param=param)
+
+
+def reason_of(message: str) -> str:
+    """What an error of llguidance means, and what to do about it where that is known."""
+    reason = _first_line(message)
     if reason.startswith("oneOf constraints are not supported"):
-        reason = "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
-    if "items; max is" in reason:
-        reason = "too many rules and alternatives may be followed at a time; write alternatives that are texts as a "
-        reason += f"terminal, whose name is in capitals, and let a text be read in one way only ({message[:100]})"
+        return "the alternatives of a oneOf may overlap; write anyOf, or give each another type or constant"
     if reason.startswith("NoExtensionBias"):
-        reason = "no text fits it: it refers to itself without end, or demands a control character in JSON"
-    return RequestError(f"{param} cannot be enforced: {reason}", param=param)
+        return "no text fits it: it refers to itself without end, or demands a control character in JSON"
+    if "items; max is" in reason:
+        what, _, _ = reason.partition("; consider")  # a hint that is wrong for most grammars
+        remedy = (
+            "write alternatives that are texts as a terminal, whose name is in capitals, and have one rule for a text"
+        )
+        return f"too many rules and alternatives would be followed at a time ({what}); {remedy}"
+    return reason
 
 
-def first_line(message: str) -> str:
+def _first_line(message: str) -> str:
     """What is wrong, without the drawing of where."""
     lines = [line.strip() for line in message.splitlines()]
     errors = [line for line in lines if line.startswith("error: ")]

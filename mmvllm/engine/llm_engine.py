@@ -245,9 +245,7 @@ class LLMEngine:
         prepares requests meanwhile, and may run beside others.
         """
         if not self.is_finished():
-            raise RuntimeError(
-                f"{len(self.scheduler.groups)} requests are in flight; call step until they are finished"
-            )
+            raise RuntimeError(f"{len(self.scheduler.groups)} requests are in flight; finish or abort them")
         request_ids, outputs = [], {}
         try:
             for prompt in prompts:

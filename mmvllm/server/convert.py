@@ -95,7 +95,9 @@ def images_of(body: ChatPrompt) -> list[ImageReference]:
     """All images of a request, in the order of the prompt."""
     return [
         ImageReference(
-            *(f"{path}.image_url.url", part.image_url and part.image_url.url, part.image_url and part.image_url.detail),
+            f"{path}.image_url.url",
+            part.url,
+            None if part.image_url is None else part.image_url.detail,
             options_of(ImageSizes, path, part, part.image_url),
             part.uuid,
         )

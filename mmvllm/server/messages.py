@@ -175,12 +175,21 @@ class MediaPart(OpenPart):
         None, description="A name that the client gives it, for later requests which have the name only."
     )
 
+    @property
+    def source(self) -> "ImageUrl | VideoUrl | None":
+        """The field that is called as the type."""
+        return getattr(self, self.type)
+
+    @property
+    def url(self) -> str | list[str] | None:
+        """None for what was kept under the `uuid`."""
+        return None if self.source is None else self.source.url
+
     @model_validator(mode="after")
     def _has_source(self) -> Self:
-        name = self.type  # which is that of the field, too
-        given = getattr(self, name)
-        if self.uuid is None and (given is None or given.url is None):
-            lines = [InitErrorDetails(type="missing", loc=(name,) if given is None else (name, "url"), input=None)]
+        if self.uuid is None and self.url is None:
+            place = (self.type,) if self.source is None else (self.type, "url")
+            lines = [InitErrorDetails(type="missing", loc=place, input=None)]
             raise ValidationError.from_exception_data(type(self).__name__, lines)
         return self
 

@@ -151,7 +151,7 @@ class FunctionChoice(FunctionReference):
 
 
 class AllowedFunctionsChoice(StrictModel):
-    """`tool_choice` as the Responses API has it: without an object of its own."""
+    """`tool_choice` as the Responses API has it: without a nested object."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

@@ -63,11 +63,7 @@ class VideoReference:
 def videos_of(body: ChatPrompt) -> list[VideoReference]:
     """All videos of a request, in the order of the prompt."""
     return [
-        VideoReference(
-            *(path, part.video_url and part.video_url.url),
-            options_of(VideoOptions, path, part, part.video_url),
-            part.uuid,
-        )
+        VideoReference(path, part.url, options_of(VideoOptions, path, part, part.video_url), part.uuid)
         for path, part in parts_of(body.messages, VideoPart)
     ]
 

@@ -112,7 +112,7 @@ def strings(number: int) -> dict:
 
 
 def test_texts_of_earlier_requests_use_nothing_up(compiler, tokenizer, monkeypatch):
-    """All requests with a grammar share the states of its lexer, of which there may be so many."""
+    """All requests with a grammar share the states of its lexer, whose number is limited."""
     monkeypatch.setitem(grammar_matcher.LIMITS, "max_lexer_states", 900)
     renewed, renew = [], compiler.renewed
     monkeypatch.setattr(compiler, "renewed", lambda *given: (renewed.append(1), renew(*given))[1])
