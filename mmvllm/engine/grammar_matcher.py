@@ -101,9 +101,7 @@ def reason_of(message: str) -> str:
         return "no text fits it: it refers to itself without end, or demands a control character in JSON"
     if "items; max is" in reason:
         what, _, _ = reason.partition("; consider")  # a hint that is wrong for most grammars
-        remedy = (
-            "write alternatives that are texts as a terminal, whose name is in capitals, and have one rule for a text"
-        )
+        remedy = "write alternatives that are texts as a terminal, whose name is in capitals, and avoid ambiguous rules"
         return f"too many rules and alternatives would be followed at a time ({what}); {remedy}"
     return reason
 
