@@ -26,7 +26,7 @@ from mmvllm.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_COMPILED = 32  # grammars that are kept
+MAX_COMPILED = 16  # grammars that are kept
 MAX_REFUSED = 256
 TOO_MANY = "items"  # in llguidance's errors about its parser, in which compiling again changes nothing
 

@@ -16,7 +16,7 @@ MAX_ALTERNATIVES = 1000  # of a rule, in which the parser may follow as many at 
 # What untrusted senders may take: about 0.1 s and 100 MB for a grammar, 0.02 s for a token.
 LIMITS = {
     "initial_lexer_fuel": 100_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 30_000,  # which take up to 30 MB
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
