@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mmvllm.intake import (
     slowest_media,
 )
 from mmvllm.lora import LoRARequest
+from mmvllm.metrics import Metric, read_metrics
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import (
     BeamSearchOutput,
@@ -402,6 +404,14 @@ class LLM:
                 self.engine = self.engine.made_again()
                 self.engine.on_finished = None if self._tracer is None else self._trace
                 self._is_asleep = False
+
+    def get_metrics(self) -> list[Metric]:
+        """Statistics of the engine by vLLM's names, such as "vllm:prefix_cache_hits"; may be called in any thread.
+
+        There are gauges and counters; the times of a request are `RequestOutput.metrics`.
+        """
+        stats = replace(self.engine.stats(), num_released=int(self._is_asleep))
+        return read_metrics(stats, {"model_name": self.model, "engine": "0"})
 
     def exit(self) -> None:
         """Free the engine's memory, after the step that another thread runs; safe to call twice."""

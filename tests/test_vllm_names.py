@@ -9,6 +9,7 @@ import pytest
 from mmvllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams, TextPrompt, TokensPrompt
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError
+from mmvllm.metrics import Counter, Gauge, Metric
 from mmvllm.pooling_params import PoolingParams
 from tests.helpers.requests import ask, noise_image
 
@@ -132,3 +133,35 @@ def test_an_llm_that_could_not_wake_up_may_try_again(checkpoint, monkeypatch):
     for call in (lambda: llm.generate("Hello"), llm.sleep):
         with pytest.raises(RuntimeError, match="the engine has exited; make a new one"):
             call()
+
+
+def test_the_metrics_of_an_llm_are_read(checkpoint):
+    request = ask(noise_image(60, 60), "What is it?")
+    with LLM(checkpoint, **OPTIONS | {"skip_warmup": False}, kvcache_block_size=4) as llm:
+
+        def values(kind: type[Metric]) -> dict[str, float]:
+            metrics = [metric for metric in llm.get_metrics() if isinstance(metric, kind)]
+            assert all(metric.labels == {"model_name": llm.model, "engine": "0"} for metric in metrics)
+            return {metric.name.removeprefix("vllm:"): metric.value for metric in metrics}
+
+        assert set(values(Counter).values()) == {0}
+        first, second = (llm.generate_multimodal(request, SHORT)[0] for _ in range(2))
+        llm.add_request(llm.processor(request), SHORT, request_id="aborted")
+        llm.step()
+        assert (values(Gauge)["num_requests_running"], values(Gauge)["num_requests_waiting"]) == (1, 0)
+        assert values(Gauge)["kv_cache_usage_perc"] > 0
+        llm.abort_request("aborted")
+        counts = {
+            "prompt_tokens": first.num_prompt_tokens + second.num_prompt_tokens,
+            "generation_tokens": 13,
+            "prefix_cache_queries": first.num_prompt_tokens + second.num_prompt_tokens,
+            "prefix_cache_hits": second.num_cached_tokens,
+            "mm_cache_queries": 3,
+            "mm_cache_hits": 2,
+            "num_preemptions": 0,
+        }
+        assert values(Counter) == counts and second.num_cached_tokens > 0
+        llm.sleep()
+        assert values(Gauge)["engine_sleep_state"] == 1 and values(Counter) == counts
+        llm.wake_up()
+        assert values(Gauge)["engine_sleep_state"] == 0 and values(Counter) == counts

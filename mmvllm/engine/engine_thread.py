@@ -15,7 +15,7 @@ from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
 from mmvllm.engine.releasing import ReleasableEngine
 from mmvllm.engine.sequence import SequenceStatus
-from mmvllm.engine.stats import EngineStats, Meter
+from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
@@ -91,7 +91,6 @@ class EngineThread:
         self.failing: str | None = None  # why requests failed in the last step
         self._deliver, self._on_failure = deliver, on_failure
         self._tracked: dict[Receiver, _Tracked] = {}
-        self._meter = Meter()
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
@@ -125,8 +124,7 @@ class EngineThread:
         self._engine.exit()
 
     def stats(self, num_preparing: int) -> EngineStats:
-        stats = self._meter.stats(self._engine.scheduler, num_preparing)
-        return replace(stats, num_released=int(self._held.is_released))
+        return replace(self._engine.stats(num_preparing), num_released=int(self._held.is_released))
 
     def engine_stats(self) -> list[EngineStats]:
         """Those of each engine; requests that are being prepared belong to none."""
@@ -141,8 +139,7 @@ class EngineThread:
         return self._held.engine
 
     def _watch(self, engine: LLMEngine) -> None:
-        """Count an engine's steps, and learn of the end of its processes, also while nothing runs."""
-        engine.on_step = self._meter.add_step
+        """Learn of the end of an engine's processes, also while nothing runs."""
         peers = engine.model_runner.peers
         peers.on_failure = lambda: self._post(partial(self._check, engine))
         self._post(partial(self._check, engine))  # a process may have ended before `on_failure` was set
@@ -206,12 +203,10 @@ class EngineThread:
         self._deliver(tracked.events())
 
     def _step(self) -> None:
-        num_tokens = self._engine.output_processor.num_tokens
         outputs, _ = self._engine.step()
         events = self._new_events()
         failed = (output for output in outputs if output.error is not None and output.exception is None)
         self.failing = next((output.error for output in failed), None)
-        self._meter.add_output_tokens(self._engine.output_processor.num_tokens - num_tokens)
         self._deliver(events)
 
     def _new_events(self) -> list[Event]:
@@ -220,13 +215,12 @@ class EngineThread:
             if not tracked.has_begun:
                 if not tracked.begins():
                     continue
-                self._meter.add_begun(tracked.group)
                 events.append((receiver, BEGUN))
             events += tracked.events()
             if tracked.group.output is not None:
                 finished.append(receiver)
         for receiver in finished:
-            self._meter.add_finished(self._tracked.pop(receiver).group.output)
+            del self._tracked[receiver]
         return events
 
 

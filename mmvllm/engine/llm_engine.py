@@ -29,7 +29,7 @@ from mmvllm.engine.sampled import SampledTokens
 from mmvllm.engine.sampler import Sampler
 from mmvllm.engine.scheduler import Scheduler
 from mmvllm.engine.sequence import FinishReason, SequenceGroup
-from mmvllm.engine.stats import StepStats, step_stats
+from mmvllm.engine.stats import EngineStats, Meter, StepStats, step_stats
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
@@ -119,6 +119,7 @@ class LLMEngine:
         self._is_exiting = self._exited = False
         self._exit_reason = HAS_EXITED
         self._failure: str | None = None  # why nothing can be computed any more
+        self._meter = Meter()
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
             try:
@@ -126,18 +127,19 @@ class LLMEngine:
             except BaseException:
                 self.exit()
                 raise
+            self._meter = Meter()  # without the warm-up
 
     def made_again(self) -> "LLMEngine":
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
 
         The new engine goes on with this one's counts: of requests, whose own random generators would repeat
-        themselves, and of preemptions. It has this one's compiled grammars, and the adapters that this one has read:
+        themselves, and those of `stats`. It has this one's compiled grammars, and the adapters that this one has read:
         requests are prepared with this one.
         """
         engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
         engine.input_processor.go_on_from(self.input_processor)
         engine.grammars, engine.adapters = self.grammars, self.adapters
-        engine._request_numbers = self._request_numbers
+        engine._request_numbers, engine._meter = self._request_numbers, self._meter
         engine.scheduler.num_preemptions = self.scheduler.num_preemptions
         return engine
 
@@ -293,6 +295,7 @@ class LLMEngine:
         finished with `error`.
         """
         self._check_usable()
+        num_tokens = self.output_processor.num_tokens
         with current_device(self.model_runner.device):
             try:
                 self.model_runner.peers.check()
@@ -312,6 +315,9 @@ class LLMEngine:
             outputs = [self._finish(group) for group in finished]
             self._report(launched)
             self._drop_ahead_if_idle()
+        self._meter.add_output_tokens(self.output_processor.num_tokens - num_tokens)
+        for output in outputs:
+            self._meter.add_finished(output)
         return outputs, launched.scheduled.num_tokens
 
     def _launch_ahead(self) -> Launched | None:
@@ -341,6 +347,14 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts: those that follow are computed from their beginning."""
         self.scheduler.block_manager.forget()
+
+    def stats(self, num_preparing: int = 0) -> EngineStats:
+        """The current state, and the totals of all requests but those of the warm-up; may be called in any thread.
+
+        Args:
+            num_preparing: requests that the caller prepares for this engine.
+        """
+        return self._meter.stats(self.scheduler, num_preparing)
 
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""
@@ -408,10 +422,12 @@ class LLMEngine:
         return group.output
 
     def _report(self, launched: Launched) -> None:
+        if self._ahead is None:
+            launched.watch.mark("commit")
+        stats = step_stats(launched.scheduled, self.scheduler, launched.watch.seconds())
+        self._meter.add_step(stats)
         if self.on_step is not None:
-            if self._ahead is None:
-                launched.watch.mark("commit")
-            self.on_step(step_stats(launched.scheduled, self.scheduler, launched.watch.seconds()))
+            self.on_step(stats)
 
     def _drop_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for.

@@ -47,6 +47,7 @@ class Schedule:
     started: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_patches: int = 0
+    num_new_images: int = 0  # of requests that begin in this step, and temporal patches of their videos
 
     @property
     def chunks(self) -> list[ScheduledChunk]:

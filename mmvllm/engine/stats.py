@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.outputs import RequestOutput
 
 RATE_WINDOW_S = 10.0
@@ -30,6 +29,7 @@ class StepStats:
     num_prefill_tokens: int  # of prompts, or computed again after a preemption
     num_decode_tokens: int
     num_images: int  # encoded, and temporal patches of videos
+    num_new_images: int  # of requests that began
     num_patches: int
     num_running: int
     num_waiting: int
@@ -45,6 +45,7 @@ def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) 
         num_prefill_tokens=step.num_tokens - num_decode_tokens,
         num_decode_tokens=num_decode_tokens,
         num_images=len(step.items_to_encode),
+        num_new_images=step.num_new_images,
         num_patches=step.num_patches,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
@@ -106,10 +107,6 @@ class Meter:
         self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._images = self._encoded_images = 0
 
-    def add_begun(self, group: SequenceGroup) -> None:
-        with self._lock:
-            self._images += len(group.first_seq.items)
-
     def add_finished(self, output: RequestOutput) -> None:
         with self._lock:
             self._finished += 1
@@ -118,6 +115,7 @@ class Meter:
 
     def add_step(self, step: StepStats) -> None:
         with self._lock:
+            self._images += step.num_new_images
             self._encoded_images += step.num_images
             self._recent_prompt_tokens.add(step.num_prefill_tokens)
 

@@ -1,12 +1,11 @@
 """Prometheus metrics of the statistics of engines."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mmvllm.engine.stats import EngineStats
-
-Measures = Mapping[str, tuple[Callable[[EngineStats], float], str]]  # by name: the value, and what it means
+from mmvllm.metrics import Measures
 
 
 def engine_families(

@@ -11,34 +11,11 @@ from prometheus_client.core import Metric
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.engine.stats import EngineStats
+from mmvllm.metrics import COUNTERS, GAUGES, PREFIX
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 
-GAUGES = {
-    "num_requests_running": (lambda stats: stats.num_running, "Sequences running in the engine."),
-    "num_requests_waiting": (
-        lambda stats: stats.num_waiting,
-        "Sequences waiting in the engine; those that wait for preparation count with engine 0.",
-    ),
-    "kv_cache_usage_perc": (lambda stats: stats.kv_usage, "Fraction of the KV cache in use, from 0 to 1."),
-    "engine_sleep_state": (lambda stats: stats.num_released, "1 while the engine has freed its memory."),
-}
-COUNTERS = {
-    "prompt_tokens": (lambda stats: stats.num_prompt_tokens, "Prompt tokens of finished requests."),
-    "generation_tokens": (lambda stats: stats.num_output_tokens, "Generated tokens."),
-    "prefix_cache_queries": (
-        lambda stats: stats.num_prompt_tokens,
-        "Prompt tokens of finished requests, which were looked for in the prefix cache.",
-    ),
-    "prefix_cache_hits": (lambda stats: stats.num_cached_tokens, "Those whose KV came from the prefix cache."),
-    "mm_cache_queries": (lambda stats: stats.num_images, "Images, and temporal patches of videos, in requests."),
-    "mm_cache_hits": (
-        lambda stats: max(0, stats.num_images - stats.num_encoded_images),
-        "Those that were not encoded, because their rows or the prompt's KV were cached.",
-    ),
-    "num_preemptions": (lambda stats: stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
-}
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 HISTOGRAMS = {
@@ -80,11 +57,11 @@ class VllmMetrics:
     def __init__(self, registry: CollectorRegistry, engine: AsyncLLM, settings: ServerSettings):
         self._engine, self._model_name = engine, settings.model_names[0]
         self._histograms = {
-            name: Histogram(f"vllm:{name}", text, ["model_name"], buckets=buckets, registry=registry)
+            name: Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
             for name, (_, buckets, text) in HISTOGRAMS.items()
         }
         labels = ["model_name", "finished_reason"]
-        self._success = Counter("vllm:request_success", "Finished completions.", labels, registry=registry)
+        self._success = Counter(f"{PREFIX}request_success", "Finished completions.", labels, registry=registry)
         registry.register(self)
 
     def observe(self, delta: Delta) -> None:
@@ -102,7 +79,7 @@ class VllmMetrics:
     def collect(self) -> Iterator[Metric]:
         """The engines' statistics, as prometheus_client asks for them."""
         each = [([self._model_name, str(i)], stats) for i, stats in enumerate(self._engine_stats())]
-        return engine_families("vllm:", GAUGES, COUNTERS, ["model_name", "engine"], each)
+        return engine_families(PREFIX, GAUGES, COUNTERS, ["model_name", "engine"], each)
 
     def _engine_stats(self) -> list[EngineStats]:
         first, *others = self._engine.engine_stats()

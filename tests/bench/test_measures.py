@@ -19,7 +19,7 @@ from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 
 
 def step(end: float, prefill: int, decode: int, images: int = 0, running: int = 1, **seconds: float) -> StepStats:
-    return StepStats(end, seconds, prefill, decode, images, 16 * images, running, num_waiting=0, num_used_blocks=3)
+    return StepStats(end, seconds, prefill, decode, images, 0, 16 * images, running, num_waiting=0, num_used_blocks=3)
 
 
 def output(arrival: float, first: float, last: float, prompt: int = 10, num_tokens: int = 3, image: int = 4):

@@ -24,7 +24,7 @@ def rates(meter: Meter) -> tuple[float, float]:
 
 
 def step(clock, num_prompt_tokens: int) -> StepStats:
-    return StepStats(clock.seconds, {}, num_prompt_tokens, 3, 0, 0, 1, 0, 3)
+    return StepStats(clock.seconds, {}, num_prompt_tokens, 3, 0, 0, 0, 1, 0, 3)
 
 
 def test_rates_are_of_the_last_seconds(clock):
