@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from PIL import Image
 
 from mmvllm.arguments import check_int, is_number
@@ -21,6 +20,7 @@ from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors.bounds import check_bounds, pixel_bounds
+from mmvllm.processors.digest import digest_of
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
 from mmvllm.text import beginning_of, load_json, printable, shown
@@ -279,11 +279,9 @@ class ImageProcessor:
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         patches = patches_of(image, c.patch_size, c.merge_size, c.temporal_patch_size)
         grid = (1, height // c.patch_size, width // c.patch_size)
-        digest = xxhash.xxh3_128(patches.data)
-        digest.update(repr(("image", grid, low, high, c)).encode())
-        if source != decoded:
-            digest.update(repr(("jpeg_draft", source, decoded)).encode())
-        return Media("image", torch.from_numpy(patches), grid, (digest.digest(),))
+        draft = ("jpeg_draft", source, decoded) if source != decoded else ()
+        digest = digest_of(patches.data, repr(("image", grid, low, high, c, *draft)).encode())
+        return Media("image", torch.from_numpy(patches), grid, (digest,))
 
 
 def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int) -> np.ndarray:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
+from mmvllm.processors.digest import digest_of
 from mmvllm.processors.placeholders import engine_input
 from mmvllm.text import counted, shown
 
@@ -138,7 +138,8 @@ def _digests(
     if given is not None:
         return (given,) if t == 1 else tuple(given + bytes(repr(i), "ascii") for i in range(t))
     facts = modality, (h, w), seconds_per_patch, patches.dtype, patches.shape[1]
-    return tuple(_digest(own, facts) for own in patches.view(t, h * w, -1))
+    described = repr(facts).encode()
+    return tuple(digest_of(own.view(torch.uint8).numpy().data, described) for own in patches.view(t, h * w, -1))
 
 
 def _own_seconds(given: Iterable[float] | None, number: int) -> list[float | None]:
@@ -283,9 +284,3 @@ def _as_tensor(name: str, patches: Any) -> Tensor:
 
 def _in_native_order(array: np.ndarray) -> np.ndarray:
     return np.array(array, dtype=array.dtype.newbyteorder("="))
-
-
-def _digest(patches: Tensor, facts: tuple) -> bytes:
-    digest = xxhash.xxh3_128(patches.view(torch.uint8).numpy().data)
-    digest.update(repr(facts).encode())
-    return digest.digest()

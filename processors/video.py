@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-import xxhash
 
 from mmvllm.arguments import check_int, is_number
 from mmvllm.errors import ParameterError, PromptTooLong
@@ -25,6 +24,7 @@ from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, MIN_FPS, Clip, VideoInfo
+from mmvllm.processors.digest import digest_of
 from mmvllm.processors.image import ImageProcessorConfig, normalized_levels, patchify
 
 
@@ -227,6 +227,4 @@ class VideoProcessor:
 
 
 def _digest(patches: np.ndarray, grid: tuple[int, int, int], seconds_per_patch: float, config: Any) -> bytes:
-    digest = xxhash.xxh3_128(patches.data)
-    digest.update(repr(("video", grid[1:], seconds_per_patch, config)).encode())
-    return digest.digest()
+    return digest_of(patches.data, repr(("video", grid[1:], seconds_per_patch, config)).encode())

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import xxhash
-
 from mmvllm.captioning.errors import JobError, explained
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_name
 from mmvllm.captioning.names import is_media_name
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import caption_lines
+from mmvllm.processors.digest import digest_of
 
 
 def _as_json(record: dict) -> str:
@@ -36,7 +35,7 @@ _OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errn
 
 def _key_of(path: Path) -> str:
     """Return the key under which the index has the path of a caption file."""
-    return f"file {xxhash.xxh3_128_hexdigest(os.fsencode(real_name(str(path))))}"
+    return f"file {digest_of(os.fsencode(real_name(str(path)))).hex()}"
 
 
 _RANGE = r"(?:\.\d+(?:\.\d+)?-(?:\d+(?:\.\d+)?|end))"  # of a clip, see `_seconds`

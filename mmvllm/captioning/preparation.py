@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item, item_of
@@ -16,6 +15,7 @@ from mmvllm.inputs import EngineInput
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.digest import digest_of
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load_video import Load
@@ -92,21 +92,19 @@ def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
 
 def seen_of_image(image: Image) -> dict[str, Any]:
     """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
-    digest = xxhash.xxh3_128(f"{image.size}".encode())
-    digest.update(image.tobytes())
+    digest = digest_of(f"{image.size}".encode(), image.tobytes())
     width, height = source_size(image)
-    return {"digest": digest.hexdigest(), "width": width, "height": height}
+    return {"digest": digest.hex(), "width": width, "height": height}
 
 
 def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:
     """The digest is of the sampled frames, resized, and of their times; the size that of the upright video."""
     info, number = clip.info, len(clip.frames)
     places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the model is told times by them
-    digest = xxhash.xxh3_128(repr(places).encode())
-    digest.update(clip.frames.tobytes())
+    digest = digest_of(repr(places).encode(), clip.frames.tobytes())
     start, end = item.start or 0.0, info.duration if item.end is None else min(item.end, info.duration)
     return {
-        "digest": digest.hexdigest(),
+        "digest": digest.hex(),
         "width": info.width,
         "height": info.height,
         "duration": round(info.duration, 3),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from mmvllm.config import ModelConfig
@@ -20,6 +19,7 @@ from mmvllm.lora import LoRARequest
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import CONFIG, WEIGHTS, LoraPair, Target, place_adapter, read_adapter
 from mmvllm.models.registry import family_of
+from mmvllm.processors.digest import digest_of
 from mmvllm.transfer import pinned
 
 KEPT = 16  # adapters in host memory beyond those that requests in flight use
@@ -41,7 +41,7 @@ class Adapter:
 
     def item_digest(self, digest: bytes) -> bytes:
         """What stands for an item's rows in the caches."""
-        return xxhash.xxh3_128_digest(self.digest + digest) if self.adapts_vision else digest
+        return digest_of(self.digest, digest) if self.adapts_vision else digest
 
 
 def model_without_weights(model_config: ModelConfig) -> Model:
@@ -124,9 +124,4 @@ def _state(folder: Path) -> tuple:
 
 
 def _digest(folder: Path) -> bytes:
-    hasher = xxhash.xxh3_128()
-    for name in (CONFIG, WEIGHTS):
-        data = (folder / name).read_bytes()
-        hasher.update(len(data).to_bytes(8, "little"))
-        hasher.update(data)
-    return hasher.digest()
+    return digest_of(*((folder / name).read_bytes() for name in (CONFIG, WEIGHTS)))

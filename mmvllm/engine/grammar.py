@@ -6,6 +6,7 @@ whether the text with it is still the beginning of one that the grammar describe
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask, set_bits
 from mmvllm.engine.detokenizer import special_ids
-from mmvllm.engine.grammar_matcher import compile_grammar, reason_of
+from mmvllm.engine.grammar_matcher import UNAMBIGUOUS, compile_grammar, reason_of
 from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 16  # grammars that are kept
 MAX_REFUSED = 256
+# CPU time of a completion's masks where grammars are not trusted: other requests of a step wait for them. Those of the
+# longest strings of Qwen2-VL's tokenizer take 0.2 s for 180 tokens, those of presets 0.03 s.
+START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.005
 TOO_MANY = "items"  # in llguidance's errors about its parser, in which compiling again changes nothing
 
 
@@ -40,6 +44,7 @@ class GrammarConstraint:
         self._compiler, self._params = compiler, params
         self._compiled, self._is_renewed = compiled, False
         self._matcher, self._num_consumed = compiled.deep_copy(), 0
+        self._num_seconds = 0.0
         self._mask = empty_mask(compiler.width)
         # A complement matches what llguidance marks control tokens with.
         self._has_complement = params.grammar is not None and has_complement(params.grammar)
@@ -47,6 +52,7 @@ class GrammarConstraint:
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
         """Clear the bits of tokens with which the text is no beginning of one that the grammar describes."""
         self._advance(seq)
+        self._check_time()
         if self._matcher.is_error() and not self._is_renewed and TOO_MANY not in self._matcher.get_error():
             # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
             self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
@@ -63,12 +69,21 @@ class GrammarConstraint:
 
     def _advance(self, seq: Sequence) -> None:
         """Compute the mask after the sequence's last token."""
+        start = time.thread_time()
         matcher, first = self._matcher, seq.num_prompt_tokens + self._num_consumed
         for token_id in seq.token_ids[first:]:
             if not matcher.consume_token(token_id):
-                return
+                break
             self._num_consumed += 1
-        matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        else:
+            matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        self._num_seconds += time.thread_time() - start
+
+    def _check_time(self) -> None:
+        most = START_SECONDS + SECONDS_PER_TOKEN * self._num_consumed
+        if self._num_seconds > most and not self._compiler.is_trusting:
+            reason = f"finding its tokens took more than {most:.1f} s; {UNAMBIGUOUS}"
+            raise ConstraintFailed(f"the grammar of structured failed: {reason}", param="structured")
 
 
 class GrammarCompiler:
@@ -90,7 +105,7 @@ class GrammarCompiler:
         self._ll_tokenizer: Any = None
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
         self._refused: OrderedDict[StructuredOutputsParams, tuple[str, str | None]] = OrderedDict()
-        self._is_trusting, self._is_closed = True, False
+        self.is_trusting, self._is_closed = True, False
         self._trial: GrammarTrial | None = None
 
     @property
@@ -100,7 +115,7 @@ class GrammarCompiler:
 
     def distrust(self) -> None:
         """From now on, have `check` compile each grammar in a process with limits first; `close` ends the process."""
-        self._is_trusting = False
+        self.is_trusting = False
 
     def close(self) -> None:
         """End the process for grammars; another grammar is refused."""
@@ -119,7 +134,7 @@ class GrammarCompiler:
         """
         if params is None or self.has(params):
             return
-        if not self._is_trusting:
+        if not self.is_trusting:
             self._check_apart(params, is_quick)
         self._matcher(params)
 
@@ -192,7 +207,7 @@ class GrammarCompiler:
 
         width = max(self._vocab_size, *(i + 1 for i in self._tokenizer.get_vocab().values()))
         description = _without_names_of_control_tokens(self._tokenizer)
-        if not self._is_trusting:
+        if not self.is_trusting:
             self._trial = GrammarTrial(description, width, self.eos_token_ids)
             if self._is_closed:
                 self._trial.close()

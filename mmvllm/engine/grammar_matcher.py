@@ -1,6 +1,7 @@
 """Compiles grammars with llguidance. Without torch, so that a process for grammars starts quickly and stays small."""
 
 import json
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,14 +30,24 @@ ESCAPES = '"\\bfnrt'
 WHITESPACE = r"[ \n]"
 
 
+UNAMBIGUOUS = "simplify what can be read in several ways"
+
+
 class TakesLonger(Exception):
     """A grammar takes longer to compile than one that others wait for may."""
 
 
 def compile_grammar(
-    tokenizer: "LLTokenizer", eos_token_ids: Sequence[int], params: StructuredOutputsParams
+    tokenizer: "LLTokenizer",
+    eos_token_ids: Sequence[int],
+    params: StructuredOutputsParams,
+    most_seconds: float | None = None,
 ) -> "LLMatcher":
-    """A matcher at the beginning of a text; raises RequestError with the keyword or place that cannot be enforced."""
+    """A matcher at the beginning of a text; raises RequestError with the keyword or place that cannot be enforced.
+
+    Args:
+        most_seconds: CPU time in which the first two tokens of a text must be found.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -47,11 +58,13 @@ def compile_grammar(
     limits = LLParserLimits(**LIMITS, max_items_in_row=MAX_FOLLOWED if may_be_ambiguous else None)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
-        first = matcher.deep_copy()
+        first, start = matcher.deep_copy(), time.thread_time()
         _try(first, tokenizer.vocab_size, eos_token_ids)
         for one in (matcher, first):  # the copy fails where no text can be the beginning
             if one.is_error():
                 raise refused(params, one.get_error())
+    if most_seconds is not None and time.thread_time() - start > most_seconds:
+        raise refused(params, f"finding its first tokens takes more than {most_seconds:g} s; {UNAMBIGUOUS}")
     return matcher
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
+from mmvllm.engine import grammar as engine_grammar
 from mmvllm.engine import grammar_matcher
 from mmvllm.engine.constraints import ConstraintFailed
 from mmvllm.engine.grammar import GrammarCompiler
@@ -103,6 +104,7 @@ def test_calls_of_functions_are_not_ambiguous(compiler, tokenizer):
             Text(compiler, grammar=f"{grammar}\n").write(tokenizer.encode(call))
 
 
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
 LONG = "red circle " * 15
 
 
@@ -126,6 +128,24 @@ def test_a_text_that_is_too_much_by_itself_fails(compiler, tokenizer, monkeypatc
     text = Text(compiler, json=strings(12))
     with pytest.raises(ConstraintFailed, match="too many states"):
         text.write(tokenizer.encode("{" + ", ".join(f'"f{i}": "{LONG}"' for i in range(12)) + "}"))
+
+
+def ambiguous_schema(number: int) -> dict:
+    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
+    return {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [array, {"type": "array", "items": False}] * number}}}
+
+
+def test_a_text_whose_masks_take_too_long_ends(compiler, tokenizer, monkeypatch):
+    """All requests of a step wait for them."""
+    fields = {"json": ambiguous_schema(40), "whitespace_pattern": ""}
+    text = Text(compiler, **fields)
+    text.write(tokenizer.encode("[[[["))  # the grammar is trusted
+    compiler.distrust()
+    Text(compiler, json=PERSON).write(tokenizer.encode('{"name": "red"}'))
+    monkeypatch.setattr(engine_grammar, "START_SECONDS", 0.0)
+    monkeypatch.setattr(engine_grammar, "SECONDS_PER_TOKEN", 1e-6)
+    with pytest.raises(ConstraintFailed, match=r"finding its tokens took more than 0\.0 s; simplify"):
+        Text(compiler, **fields).write(tokenizer.encode("[[[["))
 
 
 @pytest.mark.parametrize("terminal", ["~/b/", "~/(?s:.*)b/", '~("a"|"b")'])

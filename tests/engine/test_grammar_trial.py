@@ -74,6 +74,14 @@ def test_what_takes_too_much_is_refused(name, trial):
     trial.check(StructuredOutputsParams(regex="another"))
 
 
+def test_what_takes_too_long_to_follow_is_refused(trial):
+    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
+    choices = {"anyOf": [array, {"type": "array", "items": False}] * 250}
+    ambiguous = {"$ref": "#/$defs/n", "$defs": {"n": choices}}
+    with pytest.raises(RequestError, match=r"finding its first tokens takes more than 0\.05 s"):
+        trial.check(StructuredOutputsParams(json=ambiguous, whitespace_pattern=""))
+
+
 def test_what_takes_longer_is_told_apart(trial):
     """Others wait for the quick tries only."""
     slow = unchecked(*HOSTILE["pairs"])

@@ -168,8 +168,11 @@ def test_malformed_data_after_the_response_has_started_is_not_logged(connection,
     assert not caplog.records
 
 
-def test_a_body_of_too_many_small_chunks_is_refused(connection, caplog):
-    connection.sendall(head(COMPLETIONS, None) + b"1\r\n \r\n" * (parser.MAX_SMALL_CHUNKS + 1))
+@pytest.mark.parametrize("size", [1, 64, 200])
+def test_a_body_of_too_many_small_chunks_is_refused(connection, size, caplog):
+    chunk = b"%x\r\n%s\r\n" % (size, b" " * size)
+    with contextlib.suppress(OSError):
+        connection.sendall(head(COMPLETIONS, None) + chunk * (parser.MAX_SMALL_CHUNKS + 1))
     assert status(receive_all(connection)) == 400 and not caplog.records
 
 
