@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from ctypes import c_uint64
@@ -81,6 +82,7 @@ def _become_worker(engine_env: dict[str, str] | None) -> None:
         return
     follow_parent()
     logging.getLogger().addHandler(_LogOfParent(None))
+    warnings.simplefilter("ignore")  # Pillow's have values of the image, so that each would be shown
     os.environ.update(ONE_THREAD)
     if hasattr(os, "nice"):
         os.nice(NICENESS)

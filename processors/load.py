@@ -10,7 +10,7 @@ import sys
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -29,6 +29,14 @@ MAX_SOURCE_PIXELS = 178_956_970
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
 
+MAX_QUOTED = 1_000_000  # characters of a data URI that is not base64
+
+# What is quoted in base64 by those who quote all of a URI.
+_QUOTED = {
+    quoted: chr(int(quoted[1:], 16))
+    for code in ("%2B", "%2F", "%3D", "%0A", "%0D", "%20")
+    for quoted in (code, code.lower())
+}
 _WHITESPACE = string.whitespace.encode()
 _STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
 
@@ -42,6 +50,7 @@ def load_image(
     max_source_pixels: int | None = None,
     formats: Collection[str] | None = None,
     reserve: Reserve = DECODING.reserve,
+    check: Callable[[bytes], None] | None = None,
 ) -> Image.Image:
     """Load an image as a new upright 8-bit RGB image.
 
@@ -59,11 +68,12 @@ def load_image(
             external programs).
         reserve: called with the bytes that decoding takes, before it begins; returns a context manager that waits until
             there is room for them. By default images of the whole process share `DECODING`.
+        check: called with an encoded image before it is decoded; what it raises ends this.
 
     Raises ImageError, a ValueError, which holds no decoded image and no other exception.
     """
     try:
-        return _load(source, draft, max_source_pixels, formats, reserve)
+        return _load(source, draft, max_source_pixels, formats, reserve, check)
     except ImageError as error:
         failure = without_frames(error)
     try:
@@ -78,6 +88,7 @@ def _load(
     max_source_pixels: int | None,
     formats: Collection[str] | None,
     reserve: Reserve,
+    check: Callable[[bytes], None] | None,
 ) -> Image.Image:
     max_pixels = MAX_SOURCE_PIXELS if max_source_pixels is None else max_source_pixels
     if isinstance(source, Image.Image):
@@ -91,6 +102,8 @@ def _load(
         data, name = _read(source)
         if not data:
             raise ImageError(name, "is empty (0 bytes)")
+        if check is not None:
+            check(data)
         image = decode(data, name, max_pixels, reserve, formats, draft)
     if 0 in image.size:
         raise ImageError(name, f"has no pixels, it is {image.width}x{image.height}")
@@ -211,11 +224,16 @@ def decode_data_uri(uri: str, example: str = "image/png", error_class: type[Medi
     header, comma, payload = uri.partition(",")
     if not comma:
         raise error_class("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
+    is_quoted = not header.lower().endswith(";base64")
+    if is_quoted and len(payload) > MAX_QUOTED:
+        reason = f"has {len(payload):,} characters without base64, more than {MAX_QUOTED:,}"
+        raise error_class("", f"data URI {reason}: {uri[:40]!r}; write data:{example};base64,<data>")
     try:
-        data = urllib.parse.unquote_to_bytes(payload)
-        if not header.lower().endswith(";base64"):
-            return data
-        data = data.translate(_STANDARD_BASE64, _WHITESPACE)  # encoders insert line breaks
+        if is_quoted:
+            return urllib.parse.unquote_to_bytes(payload)  # takes up to 80 times the size
+        for quoted, character in _QUOTED.items():
+            payload = payload.replace(quoted, character)
+        data = payload.encode().translate(_STANDARD_BASE64, _WHITESPACE)  # encoders insert line breaks
         return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)  # and leave the padding out
     except ValueError as error:
         raise error_class("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None

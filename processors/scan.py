@@ -26,7 +26,7 @@ MAX_EXIF_PREFIXES = 8
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
-_START_OF_SCAN, _END_OF_IMAGE, _APP1 = 0xDA, 0xD9, 0xE1
+_START_OF_SCAN, _END_OF_IMAGE, _APP1, _APP2 = 0xDA, 0xD9, 0xE1, 0xE2
 _GIF_COMMENT, _GIF_APPLICATION = 0xFE, 0xFF
 _GIF_BLOCK = re.compile(rb"[!,;]")
 _EXIF_PREFIXES = re.compile(rb"(?:Exif\0\0)*")
@@ -37,6 +37,11 @@ TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pil
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
 
+
+_IN_A_FTYP = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # brands that AVIF images have
+_JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
+_PLAIN_PNM = re.compile(rb"P[123]\s")
+_BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of those that may be compressed
 
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
@@ -56,6 +61,22 @@ def scan(data: bytes) -> None:
         _scan_gif(data)
     elif data.startswith(TIFF_MAGIC):
         _scan_directory(data, "a TIFF directory")
+
+
+def needs_limits(data: bytes) -> bool:
+    """Whether an image may take far more memory or time than its size in pixels says, so that a process with limits
+    must decode it: JPEG 2000 of many tiles, AVIF whose frames are larger than declared or whose EXIF is read when it is
+    opened, bitmaps with jumps in their run lengths, and numbers as text between comments.
+    """
+    is_avif = data[4:12] in _IN_A_FTYP
+    return is_avif or data.startswith(_JPEG_2000) or _is_run_length_bitmap(data) or bool(_PLAIN_PNM.match(data))
+
+
+def _is_run_length_bitmap(data: bytes) -> bool:
+    header = data[14:] if data.startswith(b"BM") else data[:40]
+    if len(header) < 20 or int.from_bytes(header[:4], "little") not in _BITMAP_HEADER_SIZES:
+        return False
+    return int.from_bytes(header[16:20], "little") in (1, 2)
 
 
 def check_opened(image: Image.Image) -> None:
@@ -89,6 +110,9 @@ def _scan_jpeg(data: bytes) -> None:
     exif = [data[start + 6 : end] for marker, start, end in headers if marker == _APP1 and _is_exif(data, start)]
     if exif:
         scan_exif(b"".join(exif))
+    for marker, start, end in headers:
+        if marker == _APP2 and data.startswith(b"MPF\0", start):
+            _scan_directory(data[start + 4 : end], "a directory of images")
 
 
 def _check_num_scans(data: bytes) -> None:

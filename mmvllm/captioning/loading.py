@@ -1,7 +1,8 @@
 """How the images and videos of a job are loaded: within limits of time, and videos within a limit of memory, too.
 
-Images are decoded in threads. A few bytes of a video can make FFmpeg allocate gigabytes before the video's size is
-known, and so can some of JPEG 2000, so these are decoded in worker processes, which can be limited.
+Images are decoded in threads, but for those that may take far more memory or time than their size suggests. These, and
+videos, of which a few bytes can make FFmpeg allocate gigabytes before the size is known, are decoded in worker
+processes, which have limits.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import FORMATS, JPEG_2000, is_jpeg_2000_name
+from mmvllm.captioning.names import FORMATS
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
 from mmvllm.config import MiB
 from mmvllm.decoding import import_video_decoders, memory_of_video
@@ -21,6 +22,7 @@ from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video, load_video_info
+from mmvllm.processors.scan import needs_limits
 from mmvllm.processors.video import ClipPlan
 from mmvllm.time_limit import TimeLimit
 from mmvllm.worker_process import reserve_in_parent
@@ -60,12 +62,15 @@ class ItemLoader:
         """The image of an item; raises ValueError."""
 
         def load(limit: TimeLimit) -> Image:
+            reserve = outside(limit, DECODING.reserve)
             with outside(limit, ENCODED.reserve)(item.num_bytes):
-                return load_image(item.read(), draft, formats=FORMATS, reserve=outside(limit, DECODING.reserve))
+                return load_image(item.read(), draft, formats=FORMATS, reserve=reserve, check=_check_thread_may_decode)
 
-        if is_jpeg_2000_name(item.path):
-            return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
-        return self.timeouts.load(item, load)
+        try:
+            return self.timeouts.load(item, load)
+        except _NeedsLimits:
+            pass
+        return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
         """The frames that the plan takes; raises ValueError."""
@@ -74,6 +79,15 @@ class ItemLoader:
     def info(self, item: Item) -> VideoInfo:
         """What is known of a video before its frames are decoded; raises ValueError."""
         return run_for(item, self.timeouts, self._pool, _load_info, item)
+
+
+class _NeedsLimits(Exception):
+    """A process with limits must decode an image."""
+
+
+def _check_thread_may_decode(data: bytes) -> None:
+    if needs_limits(data):
+        raise _NeedsLimits
 
 
 class LoaderInWorker:
@@ -110,9 +124,8 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
 
 def load_limited_image(item: Item, draft: Draft | None) -> Image:
     """The image of an item, within the limit of memory; raises ValueError."""
-    formats = (*FORMATS, JPEG_2000) if is_jpeg_2000_name(item.path) else FORMATS
     with reserve_in_parent(item.num_bytes):
-        return _limited(lambda source: load_image(source, draft, formats=formats, reserve=reserve_in_parent), item)
+        return _limited(lambda source: load_image(source, draft, formats=FORMATS, reserve=reserve_in_parent), item)
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:

@@ -8,9 +8,8 @@ from pathlib import PurePath
 # image names where it is missing.
 _FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
-# Pillow's names of these formats. JPEG 2000 is decoded in a process only: a few bytes of it can take gigabytes.
-FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
-JPEG_2000, _JPEG_2000_SUFFIXES = "JPEG2000", frozenset((".j2k", ".jp2"))
+# Pillow's names of these formats.
+FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
 VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
 ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # those that may have many frames
@@ -31,11 +30,6 @@ def is_video_name(name: str) -> bool:
     if name[:5].lower() == "data:":
         return name[5:11].lower() == "video/"
     return _suffix(_path_of(name)) in VIDEO_SUFFIXES
-
-
-def is_jpeg_2000_name(name: str) -> bool:
-    """Whether an image with this name is taken for one in JPEG 2000."""
-    return _suffix(_path_of(name)) in _JPEG_2000_SUFFIXES
 
 
 def is_animation_name(name: str) -> bool:

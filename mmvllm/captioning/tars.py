@@ -15,12 +15,16 @@ from mmvllm.processors.load import MAX_FILE_BYTES
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
 EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))  # of the next member, or of all
 MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
+MAX_SPARSE_BLOCKS = 1000  # of 512 bytes, with 21 entries each
 MAX_GLOBAL = 1000  # copied to each member
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
 
 class _Header(tarfile.TarInfo):
-    """A header; those with long names and attributes of the next one, which are read whole, are limited."""
+    """A header; those with long names and attributes of the next one, which are read whole, are limited.
+
+    The lists of sparse files, whose members are passed over, are limited or not read.
+    """
 
     @classmethod
     def frombuf(cls, *args: Any) -> "_Header":
@@ -28,6 +32,20 @@ class _Header(tarfile.TarInfo):
         if made.type in EXTENDED and made.size > MAX_EXTENDED:
             raise tarfile.ReadError(f"a header has {made.size} bytes, more than {MAX_EXTENDED}")
         return made
+
+    def _proc_sparse(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        _, continues, _ = self._sparse_structs
+        begin, number = tar.fileobj.tell(), 0
+        while continues:
+            number += 1
+            if number > MAX_SPARSE_BLOCKS:
+                raise tarfile.ReadError(f"{self.name} is sparse, with more than {MAX_SPARSE_BLOCKS} blocks of its list")
+            continues = any(tar.fileobj.read(tarfile.BLOCKSIZE)[504:505])
+        tar.fileobj.seek(begin)
+        return super()._proc_sparse(tar)
+
+    def _proc_gnusparse_10(self, next: tarfile.TarInfo, *_: Any) -> None:
+        next.sparse = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
     except Exception as error:  # a broken or missing tokenizer file makes the library raise anything
         reason = beginning_of(printable(str(error), keeps="\n"), 2000)
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {reason}") from error
+    if not isinstance(most := tokenizer.model_max_length, int | float):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length must be a number, got {most!r:.50}")
     if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one without files
         raise ValueError(
             f"{folder} has no tokenizer: tokenizer.json, or vocab.json and merges.txt, must be there; download it again"

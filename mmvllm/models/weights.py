@@ -118,7 +118,12 @@ class Places:
 
     def _allocate(self, name: str) -> None:
         self._allocated.add(name)
-        module = self.model.get_submodule(name).to_empty(device=self.device, recurse=False)
+        try:
+            module = self.model.get_submodule(name).to_empty(device=self.device, recurse=False)
+        except torch.OutOfMemoryError:  # of a device
+            raise
+        except RuntimeError as error:
+            raise ValueError(f"{name} of the size in config.json cannot be allocated: {first_line(error)}") from None
         views = list(_views_of(name, module))
         self._views |= {(view.parameter, view.part): view for view in views}
         covered = Counter()

@@ -221,6 +221,42 @@ def test_a_member_that_cannot_be_read_any_more_is_an_error(tmp_path, monkeypatch
         member.read()
 
 
+def sparse(name: str, num_blocks: int) -> bytes:
+    """A member in the old format of GNU tar, without data, whose list has so many blocks."""
+    header = tarfile.TarInfo(name)
+    header.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    block[482] = num_blocks > 0
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    entries = [bytes(504) + bytes([number > 1]) + bytes(7) for number in range(num_blocks, 0, -1)]
+    return bytes(block) + b"".join(entries)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 1000, 1001])
+def test_lists_of_sparse_members_are_passed_over_within_limits(num_blocks, tmp_path):
+    tar = make_tar(tmp_path / "s.tar", {"a.png": b"1" * 700})
+    tar.write_bytes(sparse("a.bin", num_blocks) + tar.read_bytes())
+    if num_blocks > 1000:
+        with pytest.raises(ValueError, match=r"a\.bin is sparse, with more than 1000 blocks of its list"):
+            list(tar_members(tar))
+    else:
+        assert [name for name, _ in tar_members(tar)] == ["a.png"]
+
+
+def test_the_list_of_a_sparse_member_is_not_read(tmp_path):
+    tar = make_tar(tmp_path / "s.tar", {"a.png": b"1" * 700})
+    header = tarfile.TarInfo("a.bin")
+    header.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.bin"}
+    body = b"1000000\n" + b"0\n" * 100
+    header.size = len(body)
+    with tarfile.open(tmp_path / "p.tar", "w", format=tarfile.PAX_FORMAT) as made:
+        made.addfile(header, io.BytesIO(body))
+    joined = (tmp_path / "p.tar").read_bytes()[: 512 * 4] + tar.read_bytes()
+    tar.write_bytes(joined)
+    assert [name for name, _ in tar_members(tar)] == ["a.png"]
+
+
 def test_links_in_a_tar_are_errors(tmp_path):
     put(tmp_path, "a.png")
     with tarfile.open(tmp_path / "shard.tar", "w") as tar:

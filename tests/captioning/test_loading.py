@@ -16,6 +16,7 @@ from mmvllm.captioning import JobError, caption_images, loading
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.loading import ItemLoader, LoaderInWorker
 from mmvllm.captioning.names import SUFFIXES
+from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.config import MiB
 from mmvllm.decoding import VIDEO_BYTES, MediaDecoder
 from mmvllm.errors import ImageError
@@ -24,7 +25,7 @@ from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.load import load_image
 from mmvllm.workers import WorkerPool, WorkersUnusable
 from tests.helpers import tasks
-from tests.helpers.hostile import jpeg_2000_of_tiles
+from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap
 from tests.helpers.images import encode
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE
@@ -86,23 +87,40 @@ def test_a_video_that_takes_gigabytes_before_its_size_is_known(made, tmp_path):
         assert 0.5 * VIDEO_BYTES < peak(pool) - before < VIDEO_BYTES + 200 * MiB  # 2.2 GiB without a limit
 
 
+TAKE_GIGABYTES = {"JPEG 2000": jpeg_2000_of_tiles, "BMP": lambda: run_length_bitmap(80_000_000, 2, jump=40)}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
-def test_an_image_in_jpeg_2000_that_takes_gigabytes(tmp_path):
-    good, hostile = tmp_path / "good.jp2", tmp_path / "hostile.jp2"
+@pytest.mark.parametrize("kind", TAKE_GIGABYTES)
+def test_an_image_that_takes_gigabytes(kind, tmp_path):
+    good, hostile = tmp_path / "good.png", tmp_path / "hostile.png"  # names do not matter
     good.write_bytes(encode(noise_image(300, 200), "JPEG2000"))
-    hostile.write_bytes(jpeg_2000_of_tiles())
+    hostile.write_bytes(TAKE_GIGABYTES[kind]())
     with closing(job()) as loader:
         for _ in range(2):
-            image = loader.image(Item("good.jp2", "", str(good)))
+            image = loader.image(Item("good.png", "", str(good)))
             assert image.tobytes() == load_image(good).tobytes()
             before = peak(loader._pool)
             with pytest.raises(ValueError):
-                loader.image(Item("hostile.jp2", "", str(hostile)))
-        assert peak(loader._pool) - before < VIDEO_BYTES + 200 * MiB  # 4.7 GB without a limit
+                loader.image(Item("hostile.png", "", str(hostile)))
+        assert peak(loader._pool) - before < VIDEO_BYTES + 200 * MiB  # 4.7 and 3.2 GB without a limit
 
 
-@pytest.mark.parametrize("file_format", ["JPEG2000", "ICNS", "ICO", "PCX", "SGI"])
+@pytest.mark.spawns
+def test_an_image_that_takes_too_long_leaves_no_thread_behind(tmp_path):
+    path = tmp_path / "a.ppm"
+    path.write_bytes(b"P3 8 8 255\n" + b"#\n" * 10_000_000)  # takes two minutes
+    num_threads = threading.active_count()
+    with (
+        closing(ItemLoader(Timeouts(image=2.0), num_workers=1)) as loader,
+        pytest.raises(ValueError, match="took longer than 2 s to load"),
+    ):
+        loader.image(Item("a.ppm", "", str(path)))
+    assert threading.active_count() <= num_threads
+
+
+@pytest.mark.parametrize("file_format", ["ICNS", "ICO", "PCX", "SGI"])
 @pytest.mark.parametrize("loader", [job, LoaderInWorker])
 def test_threads_take_common_formats_only(file_format, loader, tmp_path):
     """Others have decoders that take far more time or memory than the size of an image suggests, whatever its name."""

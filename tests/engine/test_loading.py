@@ -86,6 +86,15 @@ def test_a_special_token_that_is_a_text_is_refused(checkpoint, make_llm, tmp_pat
         make_llm(folder)
 
 
+@pytest.mark.parametrize("value", ["1", [], {}])
+def test_a_length_that_is_no_number_is_refused(value, checkpoint, make_llm, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": value}))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_max_length must be a number, got "):
+        make_llm(folder)
+
+
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 

@@ -39,6 +39,14 @@ def jpeg_2000_of_tiles(num_components: int = 60, side: int = 255) -> bytes:
     return boxes[:at] + bytes(4) + boxes[at + 4 :] + b"\xff\x4f\xff\x51" + header + rest
 
 
+def run_length_bitmap(width: int, height: int, jump: int = 0) -> bytes:
+    """A BMP of one run length, after which the position moves by `jump` rows."""
+    data = b"\x04\x01\0\0" + (b"\0\2\0" + bytes([jump]) if jump else b"") + b"\0\1"
+    start = 14 + 40 + 1024
+    head = struct.pack("<2sIHHI", b"BM", start + len(data), 0, 0, start)
+    return head + struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(data), 0, 0, 256, 0) + bytes(1024) + data
+
+
 def png_chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 

@@ -166,6 +166,16 @@ def test_a_tensor_of_many_dimensions_is_refused_before_it_is_read(number, adapte
     assert time.process_time() - begin < 5
 
 
+def test_a_long_name_is_refused(adapter, checkpoint):
+    save_file(
+        {f"base_model.model.{'a.' * 1_000_000}lora_A.weight": torch.ones(4, 4)}, adapter / "adapter_model.safetensors"
+    )
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="has names of tensors with more than 500 characters"):
+        load(checkpoint, lora=adapter)
+    assert time.process_time() - begin < 5
+
+
 def test_many_targets_take_no_time(adapter, checkpoint):
     own = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     targets = [*own, *(f"name{i}" for i in range(300_000))]

@@ -249,6 +249,7 @@ def test_a_tensor_with_values_that_the_dtype_does_not_have_is_named(copy_of):
         ({"text_config": {"vocab_size": 2**62}}, r"config\.json has sizes that no model has: RuntimeError: .*overflow"),
         ({"text_config": {"vocab_size": 10**30}}, r"config\.json"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, must be at most 1024"),
+        ({"vision_config": {"mlp_ratio": 10**9}}, r"mlp\.fc2 of the size in config\.json cannot be allocated: "),
         ({"vision_config": {"depth": 10**9}}, "vision_config's depth is 1000000000, must be at most 1024"),
     ],
 )

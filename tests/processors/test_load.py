@@ -205,6 +205,11 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ("data:image/png;base64,", r"^the image in the data URI: is empty \(0 bytes\)"),
         ("data:image/png;base64,iVBO*Rw0", r"^data URI is not valid base64 \(.*\): 'data:image/png;base64,iVBO\*Rw0'"),
         ("data:image/png;base64,iVBOR", r"^data URI is not valid base64 \("),
+        ("data:image/png;base64,%41%41", r"^data URI is not valid base64 \("),
+        (
+            "data:image/png," + "%41" * 400_000,
+            r"^data URI has 1,200,000 characters without base64, more than 1,000,000: ",
+        ),
         ("data:image/png;base64,iVBORw0K", "^the image in the data URI: not an image"),
         ("data:image/png,hello", "^the image in the data URI: not an image"),
         ("s3://bucket/a.png", "^cannot load an image from s3://bucket/a.png; give a PIL image, a path, bytes, "),

@@ -15,7 +15,7 @@ from PIL import Image, features
 from mmvllm.errors import ImageError
 from mmvllm.processors import scan as scan_module
 from mmvllm.processors.load import decode_data_uri, load_image
-from mmvllm.processors.scan import RefusedImage, scan, scan_exif
+from mmvllm.processors.scan import RefusedImage, needs_limits, scan, scan_exif
 from tests.helpers.hostile import (
     PROFILE,
     SMALL_GIF,
@@ -29,6 +29,7 @@ from tests.helpers.hostile import (
     overlapping_exif,
     png_chunk,
     png_with,
+    run_length_bitmap,
 )
 from tests.helpers.images import encode, noise
 from tests.helpers.loading import exif, rotated
@@ -60,6 +61,9 @@ HOSTILE = {
     ),
     "an EXIF directory whose entries declare": lambda: jpeg_with(
         *(jpeg_segment(0xE1, b"Exif\0\0" + part) for part in chunked(overlapping_exif(20_000, 60_000)))
+    ),
+    "has a directory of images whose entries declare": lambda: jpeg_with(
+        jpeg_segment(0xE2, b"MPF\0" + overlapping_exif(2000, 2500, kind=3))
     ),
     "has a TIFF directory whose entries declare": lambda: overlapping_exif(20_000, 100_000),
     "is a TIFF of 1,000,000 rows in a fax compression": lambda: tiff("<", 1_000_000, 2),
@@ -124,6 +128,29 @@ REAL = {
     "WEBP": lambda image: encode(image, "WEBP", exif=exif(rotated(6))),
     **({"AVIF": lambda image: encode(image, "AVIF")} if features.check("avif") else {}),
 }
+
+
+UNLIMITED = {
+    "JPEG 2000": lambda image: encode(image, "JPEG2000"),
+    "its codestream": lambda image: encode(image, "JPEG2000", no_jp2=True),
+    "a BMP of run lengths": lambda image: run_length_bitmap(8, 4),
+    "a DIB of run lengths": lambda image: run_length_bitmap(8, 4)[14:],
+    "a plain PPM": lambda image: b"P3 1 1 255 1 2 3",
+    "a plain PGM": lambda image: b"P2\n1 1 255 1",
+    "AVIF": REAL.get("AVIF", lambda image: b"\0\0\0\x1cftypavif"),
+    "AVIF of another brand": lambda image: b"\0\0\0\x1cftypmif1\0\0\0\0avifmif1",
+}
+
+
+@pytest.mark.parametrize("kind", UNLIMITED)
+def test_an_image_whose_memory_or_time_is_not_in_its_size_is_recognized(kind):
+    assert needs_limits(UNLIMITED[kind](noise_image(60, 40)))
+
+
+@pytest.mark.parametrize("kind", sorted({*REAL, "BMP", "DIB", "PPM"} - {"AVIF"}))
+def test_an_image_whose_size_tells_all_needs_no_limits(kind):
+    image = noise_image(60, 40)
+    assert not needs_limits(REAL[kind](image) if kind in REAL else encode(image, kind))
 
 
 @pytest.mark.parametrize("kind", REAL)
