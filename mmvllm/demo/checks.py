@@ -3,6 +3,7 @@
 import re
 from ipaddress import IPv6Address
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.types import Scope
@@ -56,6 +57,12 @@ def is_too_long(path: str) -> bool:
     """Whether the file system would refuse such a path, which gradio responds to with 500."""
     encoded = path.encode(errors="replace")
     return len(encoded) >= MAX_PATH_LENGTH or max(map(len, encoded.split(b"/"))) > MAX_NAME_LENGTH
+
+
+def has_charset(scope: Scope) -> bool:
+    """Whether a form names the encoding that gradio would decode it with: what some make of it cannot be compared."""
+    kind, options = parse_options_header(Headers(scope=scope).get("content-type", ""))
+    return kind == b"multipart/form-data" and b"charset" in options
 
 
 def content_length(scope: Scope) -> int | None:

@@ -16,6 +16,8 @@ from mmvllm.sampling_params import SamplingParams
 
 Uploaded = UploadedImage | UploadedVideo
 
+_MERMAID = re.compile("mermaid", re.IGNORECASE)
+
 
 @dataclass(slots=True, eq=False)
 class Turn:
@@ -118,7 +120,7 @@ def without_tags(answer: str) -> str:
     A zero-width space after `<` and `!` prevents them, in code too: an HTML entity would be shown literally there, and
     what is code is for a parser of Markdown to say. Diagrams are shown as their code.
     """
-    answer = re.sub(r"((?:```|~~~)[^\n]*?)mermaid", r"\1text", answer, flags=re.IGNORECASE)
+    answer = re.sub(r"(?:```|~~~)[^\n]*", lambda line: _MERMAID.sub("text", line[0]), answer)
     return re.sub(r"<(?=[a-zA-Z/!?])|!(?=\[)", "\\g<0>\u200b", answer)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import html
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,18 @@ EXAMPLES = {
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
 MAX_EVENTS = 2 * MAX_SESSIONS  # at a time, of which an answer is one until it ends; gradio's default is 40
+MAX_WAITING = 4 * MAX_SESSIONS  # further events, of all sessions
 MOST_TOKENS = 1280  # default maximum of tokens per image
+
+
+class _NothingKept(set):
+    """A set for paths that gradio would remove if it were told to, which the page does itself."""
+
+    def add(self, path: str) -> None:
+        pass
+
+    def update(self, *paths: Iterable[str]) -> None:
+        pass
 
 
 class Page(gr.Blocks):
@@ -54,6 +65,13 @@ class Page(gr.Blocks):
         # Gradio reads and writes a long conversation in a tenth of a second, in which nothing else runs: of several
         # events one has its turn, and then whatever else is waiting.
         self._turn = asyncio.Lock()
+
+    def keep_no_history(self) -> None:
+        """Keep neither the paths of all files nor times of all events; called when all components are there."""
+        self.upload_file_set = _NothingKept()
+        for block in self.blocks.values():
+            block.temp_files = _NothingKept()
+        self._queue.ANALYTICS_MAX_EVENTS = 1
 
     def launch(self, **options: Any) -> Any:
         """As gradio's, whose default would be 40 events at a time."""
@@ -217,7 +235,9 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
     page.sessions.forget, page.sessions.num_unread_updates = page.forget, page.num_unread_updates
     page.state_session_capacity = MAX_SESSIONS
     page.max_threads = MAX_EVENTS
-    return page.queue(default_concurrency_limit=None, api_open=False)
+    page.queue(default_concurrency_limit=None, api_open=False, max_size=MAX_WAITING)
+    page.keep_no_history()
+    return page
 
 
 def _title(engine: "AsyncLLM") -> str:

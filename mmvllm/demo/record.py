@@ -15,6 +15,7 @@ from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
 MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
+MAX_NOTE = 1000  # characters; each may become six where it is shown
 MAX_BOXES = 100  # drawn on one image
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
@@ -92,5 +93,7 @@ def _read_turn(turn: Any) -> KeptTurn:
         raise ValueError(RELOAD)
     texts, media = [turn.get(name) for name in ("question", "answer", "note")], turn.get("images")
     if not isinstance(media, list) or not all(isinstance(value, str) for value in (*texts, *media)):
+        raise ValueError(RELOAD)
+    if len(texts[-1]) > MAX_NOTE:
         raise ValueError(RELOAD)
     return KeptTurn(*texts, tuple(media))

@@ -15,17 +15,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmvllm.demo.checks import content_length, ignore_odd_headers, is_foreign, is_logged_in, is_simple, is_too_long
+from mmvllm.demo.checks import (
+    content_length,
+    has_charset,
+    ignore_odd_headers,
+    is_foreign,
+    is_logged_in,
+    is_simple,
+    is_too_long,
+)
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import MAX_SESSIONS, Sessions
 from mmvllm.demo.turns import Turns
+from mmvllm.demo.uploads import Incoming
 from mmvllm.text import counted, parse_json
 
 API = "/gradio_api/"
 # Gradio has further routes, which would fetch URLs for clients or write files that belong to no session.
 ROUTES = frozenset(
-    {"app_id", "cancel", "info", "login_check", "queue/data", "queue/join", "reset", "startup-events", "theme.css"}
-    | {"token", "upload", "upload_progress", "user"}
+    {"app_id", "info", "login_check", "queue/data", "queue/join", "startup-events", "theme.css", "token"}
+    | {"upload", "upload_progress", "user"}
 )
 # Also before a login; gradio itself requests "startup-events" when it launches the page.
 OPEN_ROUTES = frozenset({"app_id", "login_check", "startup-events", "theme.css", "token", "user"})
@@ -159,7 +168,7 @@ class DemoRouteFilter:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
         async with self._joins.lock if len(body) > SMALL_BODY else nullcontext():
-            refusal = self._refused_body(route, body)
+            refusal = self._refused_body(route, scope, body)
         if refusal is not None:
             return await refusal(scope, receive, send)
         if route == JOIN:
@@ -189,7 +198,9 @@ class DemoRouteFilter:
         finally:
             self._streams -= Counter([session])  # which drops counts of 0
 
-    def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
+    def _refused_body(self, route: str, scope: Scope, body: bytes) -> PlainTextResponse | None:
+        if not route and has_charset(scope):
+            return PlainTextResponse("Send the login as text in UTF-8", 400)
         if not is_simple(body):
             return PlainTextResponse("This has too many parts", 413)
         if not route.startswith(EVENTS):
@@ -262,27 +273,31 @@ class DemoRouteFilter:
         upload_id = _query(scope, "upload_id")
         if SESSION.fullmatch(upload_id) is None:
             scope = {**scope, "query_string": b""}
-        with self._uploads.incoming(num_bytes, parts):
+        with self._uploads.incoming(num_bytes, parts) as upload:
             if await self._uploads.has_room():
                 try:
-                    return await self._with_timeout(parts, scope, receive, send)
+                    return await self._with_timeout(upload, scope, receive, send)
                 finally:  # the browser may ask for the progress a little later
                     loop = asyncio.get_running_loop()
                     loop.call_later(FORGET_SECONDS, self._results.forget_upload, upload_id)
         await PlainTextResponse(NO_ROOM, 507)(scope, receive, send)
 
-    async def _with_timeout(self, parts: FileParts, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _with_timeout(self, upload: Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         begin, num_bytes, has_started = asyncio.get_running_loop().time(), 0, False
 
         async def receive_files() -> Message:
             nonlocal num_bytes
             message = await receive()
             body = message.get("body", b"")
-            before = parts.num_files
-            parts.add(body)
-            if parts.num_files > before and self._uploads.has_too_many_open():
+            before = upload.parts.num_files
+            upload.parts.add(body)
+            if upload.parts.num_files > before and self._uploads.has_too_many_open():
                 raise MultiPartException(NO_ROOM)
             num_bytes += len(body)
+            if upload.num_reserved < min(num_bytes, upload.num_bytes):
+                upload.reserve(num_bytes)
+                if not await self._uploads.has_room():
+                    raise MultiPartException(NO_ROOM)
             rest = num_bytes / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
             if not limit.expired():
                 limit.reschedule(begin + min(FIRST_SECONDS + rest, UPLOAD_SECONDS))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -23,9 +24,23 @@ ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after
 SCAN_PAUSE = 0.1  # seconds between scans of the folder, which take the interpreter from everything else
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
+AHEAD_BYTES = 32 * 2**20  # of an upload, which are reserved before they arrive
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
 STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """An upload that arrives: the bytes that it will have, its files, and the bytes that have a place."""
+
+    num_bytes: int
+    parts: FileParts
+    num_reserved: int = 0
+
+    def reserve(self, num_received: int) -> None:
+        """Take a place for the bytes that come next: those of a slow upload must be free for others meanwhile."""
+        self.num_reserved = min(self.num_bytes, num_received + AHEAD_BYTES)
 
 
 class Uploads:
@@ -38,7 +53,7 @@ class Uploads:
         self.folder = folder
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
-        self._incoming: list[tuple[int, FileParts]] = []  # how many bytes each incoming upload will have, and its files
+        self._incoming: list[Incoming] = []
         self._scanning = ThreadPoolExecutor(1, "mmvllm-uploads")  # others' work must not wait behind scans
         self._last_scan: asyncio.Task | None = None  # the one that has begun last
         self._next_scan: asyncio.Task | None = None
@@ -90,12 +105,13 @@ class Uploads:
         await asyncio.to_thread(self._remove_empty_folders)
 
     @contextmanager
-    def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[None]:
+    def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[Incoming]:
         """Reserve space for an incoming upload of this many bytes, whose files are counted when they begin."""
-        upload = num_bytes, parts
+        upload = Incoming(num_bytes, parts)
+        upload.reserve(0)
         self._incoming.append(upload)
         try:
-            yield
+            yield upload
         finally:
             self._incoming.remove(upload)
 
@@ -106,7 +122,7 @@ class Uploads:
         """
         if self.has_too_many_open():
             return False
-        num_bytes, num_files = sum(num_bytes for num_bytes, _ in self._incoming), self._num_open()
+        num_bytes, num_files = sum(upload.num_reserved for upload in self._incoming), self._num_open()
         sizes = await self._sizes()
         return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
 
@@ -129,7 +145,7 @@ class Uploads:
         return self._num_open() > MAX_INCOMING_FILES and len(self._incoming) > 1
 
     def _num_open(self) -> int:
-        return sum(parts.num_files for _, parts in self._incoming)
+        return sum(upload.parts.num_files for upload in self._incoming)
 
     def _old(self) -> list[Path]:
         return [path for path, stat in self._files() if _is_old(stat)]

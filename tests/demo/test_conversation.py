@@ -1,5 +1,6 @@
 """Requests to the engine and messages of the page are functions of the turns."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,6 +158,13 @@ def test_the_note_of_an_answer_has_its_statistics(given, images, videos, note):
 )
 def test_html_in_an_answer_is_shown_as_text(answer, shown):
     assert without_tags(answer) == shown
+
+
+@pytest.mark.parametrize("piece", ["`", "~", "```", "```x\n", "![", "<", "mermaid", "```mermaid"])
+def test_a_long_answer_is_shown_in_no_time(piece):
+    start = time.process_time()
+    without_tags(piece * 100_000)
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from mmvllm.demo import session as session_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
 from tests.helpers.demo import Work
+from tests.helpers.images import encode
 from tests.helpers.pages import CONTROLS, META, event, get, in_steps, post, until
+from tests.helpers.requests import noise_image
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 
@@ -227,6 +229,17 @@ def test_no_words_of_the_page_name_command_line_options(site):
     assert re.findall(r"(?<![\w-])--[a-z]{2}[a-z-]+\b(?!:|\)|,)", visible_texts(get(f"{site.url}config").json())) == []
 
 
+def test_the_page_keeps_no_names_of_files_and_no_times_of_events(site):
+    page, image = site.page, ("a.png", encode(noise_image(60, 60)))
+    (path,) = post(f"{site.url}gradio_api/upload", files={"files": image}).json()
+    asked = {"text": "What?", "files": [{"path": path, "meta": META}]}
+    for _ in range(2):
+        end, _ = event(site, "box", "submit", [asked, *CONTROLS], "history")
+        assert end["success"]
+    assert not page.upload_file_set and not any(block.temp_files for block in page.blocks.values())
+    assert len(page._queue.event_analytics) <= 1
+
+
 def test_a_disconnect_during_an_upload_logs_no_traceback(site, caplog):
     uploads, url = process_uploads(), httpx.URL(site.url)
     logger = logging.getLogger("uvicorn.error")  # which does not propagate to the root logger, where caplog listens
@@ -236,7 +249,7 @@ def test_a_disconnect_during_an_upload_logs_no_traceback(site, caplog):
             head = "POST /gradio_api/upload HTTP/1.1", f"Host: {url.host}", "Content-Length: 1000"
             form = "Content-Type: multipart/form-data; boundary=x"
             connection.sendall("\r\n".join((*head, form, "", "--x\r\n")).encode())
-            until(lambda: [num_bytes for num_bytes, _ in uploads._incoming] == [1000])
+            until(lambda: [upload.num_bytes for upload in uploads._incoming] == [1000])
         until(lambda: uploads._incoming == [])
         get(site.url)  # a traceback would have been logged by now
     finally:

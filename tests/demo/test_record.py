@@ -12,7 +12,7 @@ import gradio
 from mmvllm.demo.conversation import Turn
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.record import INTERRUPTED, MAX_CHARACTERS, MAX_TURNS, check_length, read_turns, to_record
+from mmvllm.demo.record import INTERRUPTED, MAX_CHARACTERS, MAX_NOTE, MAX_TURNS, check_length, read_turns, to_record
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.words import spoken, spoken_model
@@ -86,6 +86,8 @@ def test_a_record_of_a_wrong_shape_is_refused():
     with pytest.raises(ValueError, match="reload it"):
         read_turns([turn], max_files=8)
     assert len(read_turns([turn], max_files=9)) == 1
+    with pytest.raises(ValueError, match="reload it"):
+        read_turns([turn | {"note": "n" * (MAX_NOTE + 1)}], max_files=9)
 
 
 def test_a_conversation_has_a_longest_length():

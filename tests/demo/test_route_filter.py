@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -83,6 +83,8 @@ def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **hea
         ("/gradio_api/file/etc/hostname", 404),
         ("/gradio_api/process_recording", 404),
         ("/gradio_api/component_server", 404),
+        ("/gradio_api/cancel", 404),
+        ("/gradio_api/reset", 404),
         ("/gradio_api/deep_link", 404),
         ("/openapi.json", 404),
         ("/docs", 404),
@@ -142,14 +144,27 @@ def test_values_that_gradio_fails_with_are_refused(value, route_filter):
 
 def test_many_parts_are_refused_before_they_are_parsed(route_filter):
     value = ("[" * 40 + "]" * 40 + ",") * 1000
-    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/reset", "/gradio_api/cancel"):
+    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/5"):
         body = f'{{"fn_index": 5, "session_hash": "x", "data": [{value}0]}}'
         assert messages(route_filter, path, receive=body_of(body), content_length=len(body))[0]["status"] == 413
 
 
+@pytest.mark.parametrize(
+    ("kind", "want"),
+    [
+        ("multipart/form-data; boundary=x; charset=utf-7", 400),
+        ("multipart/form-data; boundary=x; Charset=unicode_escape", 400),
+        ("multipart/form-data; boundary=x", 200),
+        ("application/x-www-form-urlencoded; charset=UTF-8", 200),
+    ],
+)
+def test_a_login_names_no_encoding(kind, want, route_filter):
+    assert status(route_filter, "/login", receive=body_of("a"), content_length=1, content_type=kind) == want
+
+
 def test_nothing_but_a_login_is_possible_before_it(route_filter):
     page = SimpleNamespace(auth=object(), cookie_id="id", tokens={"right": "bob"})
-    gets, posts = ("queue/data", "heartbeat/abc", "info"), ("queue/join", "cancel", "reset", "upload")
+    gets, posts = ("queue/data", "heartbeat/abc", "info"), ("queue/join", "run/5", "upload")
     for method, path in [*(("GET", path) for path in gets), *(("POST", path) for path in posts)]:
         for cookie, is_let_in in (("", False), ("access-token-id=right", True)):
             keys = {"page": page, "cookie": cookie, "content_length": 2, "receive": body_of("{}")}
@@ -174,13 +189,13 @@ def test_gradio_gets_no_query_but_of_its_routes(route_filter, path):
 
 def test_a_stalled_request_times_out(route_filter, monkeypatch):
     monkeypatch.setattr(route_filter_module, "BODY_SECONDS", 0)
-    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/reset"):
+    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/5"):
         assert messages(route_filter, path, receive=never, content_length=9)[0]["status"] == 408
 
 
 def test_requests_other_than_uploads_are_short(route_filter):
-    for path, most in {"/login": MAX_LOGIN_BYTES, "/gradio_api/reset": MAX_BODY_BYTES}.items():
-        assert messages(route_filter, path, receive=body_of("x"), content_length=most)[0]["status"] == 200
+    for path, most, want in (("/login", MAX_LOGIN_BYTES, 200), ("/gradio_api/queue/join", MAX_BODY_BYTES, 400)):
+        assert messages(route_filter, path, receive=body_of("x"), content_length=most)[0]["status"] == want
         assert status(route_filter, path, content_length=most + 1) == 413
     for path in ("/", "/demo/", "/config", "/theme.css"):
         assert status(route_filter, path, content_length=1) == 404
@@ -264,6 +279,25 @@ def test_concurrent_uploads_share_the_space(route_filter):
     assert seen[0] == 507
     route_filter.app = app
     assert status(route_filter, UPLOAD, content_length=3 * MAX_BODY_BYTES) == 200
+
+
+def test_a_slow_upload_holds_little_space_before_it_arrives(route_filter, monkeypatch):
+    monkeypatch.setattr(uploads_module, "AHEAD_BYTES", 1000)
+    route_filter.app, size = reading, 3 * MAX_BODY_BYTES
+
+    def two_files() -> Receive:
+        return dripping([PART, *[b"x" * MAX_BODY_BYTES] * 2])
+
+    with ExitStack() as others:
+        for _ in range(4):
+            parts = FileParts("multipart/form-data; boundary=x", max_files=2)
+            upload = others.enter_context(route_filter._uploads.incoming(size, parts))
+            assert status(route_filter, UPLOAD, receive=dripping([PART]), content_length=size) == 200
+        upload.reserve(2 * MAX_BODY_BYTES)
+        assert status(route_filter, UPLOAD, receive=two_files(), content_length=size) == 200
+        upload.reserve(3 * MAX_BODY_BYTES)
+        with pytest.raises(MultiPartException, match="no room"):
+            status(route_filter, UPLOAD, receive=two_files(), content_length=size)
 
 
 async def never() -> dict:
