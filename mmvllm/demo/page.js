@@ -130,7 +130,8 @@
   document.addEventListener(
     "keydown",
     (event) => {
-      if (!event.target.matches?.("#chat textarea") || event.isComposing || event.shiftKey) return;
+      if (!event.target.matches?.("#chat textarea") || event.shiftKey) return;
+      if (event.isComposing || event.keyCode === 229) return; // the key is an input method's; Safari says only the latter
       const label = { Enter: "Submit", Escape: "Cancel" }[event.key];
       if (!label) return;
       event.preventDefault();

@@ -116,6 +116,8 @@ def reason_of(message: str) -> str:
         what, _, _ = reason.partition("; consider")  # a hint that is wrong for most grammars
         remedy = "write alternatives that are texts as a terminal, whose name is in capitals, and avoid ambiguous rules"
         return f"too many rules and alternatives would be followed at a time ({what}); {remedy}"
+    if "initial_lexer_fuel" in reason:
+        return "its expressions take too much to compile; simplify them"
     return reason
 
 

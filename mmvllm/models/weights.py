@@ -1,6 +1,7 @@
 """Checkpoint folder -> model: safetensors through memory maps, or random weights; a rank reads its part of each."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -62,20 +63,24 @@ def load_model(
     prepare(model)
     _check_merges(model, pairs)
     files = [] if load_format == "dummy" else weight_files(folder)
-    places = Places(model, device)
     if load_format == "dummy":
-        _fill_randomly(places, seed, pairs)
+        _fill_randomly(Places(model, device), seed, pairs)
     else:
-        _fill(places, files, folder, pairs, progress=ranks.rank == 0)
+        most_values = 8 * sum(path.stat().st_size for path in files)
+        _fill(Places(model, device, most_values), files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
     return model
 
 
 class Places:
-    """Where the tensors of a checkpoint belong; modules are allocated and converted as they are filled."""
+    """Where the tensors of a checkpoint belong; modules are allocated and converted as they are filled.
 
-    def __init__(self, model: Model, device: torch.device):
-        self.model, self.device = model, device
+    Args:
+        most_values: that a module may have; raises ValueError for one that has more, before it takes memory.
+    """
+
+    def __init__(self, model: Model, device: torch.device, most_values: float = math.inf):
+        self.model, self.device, self._most_values = model, device, most_values
         self._views: dict[Target, CheckpointView] = {}
         self._missing: dict[str, set[Target]] = {}  # of each module
         self._targets: dict[str, list[Target]] = {}
@@ -118,12 +123,11 @@ class Places:
 
     def _allocate(self, name: str) -> None:
         self._allocated.add(name)
-        try:
-            module = self.model.get_submodule(name).to_empty(device=self.device, recurse=False)
-        except torch.OutOfMemoryError:  # of a device
-            raise
-        except RuntimeError as error:
-            raise ValueError(f"{name} of the size in config.json cannot be allocated: {first_line(error)}") from None
+        module = self.model.get_submodule(name)
+        num_values = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if num_values > self._most_values and self.device.type != "meta":
+            raise ValueError(f"config.json says that {name} has {num_values:,} values, more than the weights have")
+        module = module.to_empty(device=self.device, recurse=False)
         views = list(_views_of(name, module))
         self._views |= {(view.parameter, view.part): view for view in views}
         covered = Counter()
@@ -142,7 +146,9 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     stored = file.get_slice(name)
-                    if (dtype := stored.get_dtype()).startswith(("F4", "F6")):  # which safetensors cannot slice
+                    if (dtype := stored.get_dtype()) == "F4" or dtype.startswith(
+                        "F6_"
+                    ):  # which safetensors cannot slice
                         raise ValueError(f"{path}: {name} has floats of 4 or 6 bits ({dtype}), which are not supported")
                     yield name, stored
         except (SafetensorError, OSError) as error:

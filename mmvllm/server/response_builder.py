@@ -120,7 +120,9 @@ class ResponseBuilder:
             self.num_values += num_copies * len(prompt.prompt_logprobs or ()) * self._num_per_prompt_token
         self.num_values += len(entries) * (1 + (self._top_logprobs or 0))
         field = self.logprobs_field if self._prompt_logprobs is None else "prompt_logprobs"
-        remedy = "n, or the number of prompts or tokens, or have the response streamed"
+        remedy = "n, or the number of prompts or tokens"
+        if not is_streamed and self._prompt_logprobs is None:
+            remedy += ", or have the response streamed"
         check_num_values(self.num_values, field, remedy)
 
     @property
