@@ -146,9 +146,8 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     stored = file.get_slice(name)
-                    if (dtype := stored.get_dtype()) == "F4" or dtype.startswith(
-                        "F6_"
-                    ):  # which safetensors cannot slice
+                    dtype = stored.get_dtype()
+                    if dtype == "F4" or dtype.startswith("F6_"):  # which safetensors cannot slice
                         raise ValueError(f"{path}: {name} has floats of 4 or 6 bits ({dtype}), which are not supported")
                     yield name, stored
         except (SafetensorError, OSError) as error:
