@@ -17,13 +17,14 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import asdict
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mmvllm.arguments import check_int
-from mmvllm.config import EngineConfig
+from mmvllm.config import EngineArgs, EngineConfig
 from mmvllm.engine.dispatcher import Dispatcher
 from mmvllm.engine.engine_thread import BEGUN, EngineThread, Event, is_last
 from mmvllm.engine.fleet import EngineFleet
@@ -179,6 +180,11 @@ class AsyncLLM:
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
         atexit.register(_close_if_alive, weakref.ref(self))
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "AsyncLLM":
+        """An engine with these arguments, by the name of vLLM's method."""
+        return cls(**asdict(args))
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""

@@ -195,6 +195,10 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "limit_mm_per_prompt": None,  # a request may have as many images and videos as fit
     "swap_space": None,  # preempted sequences are recomputed, never swapped
     "disable_log_stats": None,  # nothing is logged
+    "mm_processor_cache_gb": None,  # what processors make is not cached, what the ViT makes of it is
+    "runner": ("auto", "generate", "pooling"),  # every engine does both
+    "enable_sleep_mode": (True, False),  # an LLM may sleep in any case
+    "hf_overrides": (None, {}),
 }
 
 
@@ -385,10 +389,11 @@ class EngineArgs(EngineConfig):
     """The arguments of an `LLM` as programs for vLLM write them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
 
     Args:
-        model: as for `LLM`; `EngineConfig` documents the other fields.
+        model, mm_processor_kwargs: as for `LLM`; `EngineConfig` documents the other fields.
     """
 
     model: str | PathLike | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
 
 
 AsyncEngineArgs = EngineArgs

@@ -4,18 +4,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from mmvllm.calls import Call, Event, output_of, without_errors
-from mmvllm.config import EngineConfig
+from mmvllm.config import EngineArgs, EngineConfig
 from mmvllm.engine.garbage import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.sequence import SequenceGroup
-from mmvllm.errors import RequestError, RequestsAborted
+from mmvllm.errors import ParameterError, RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput
 from mmvllm.intake import (
     AdmissionWindow,
@@ -98,6 +98,11 @@ class LLM:
         self._lock = threading.RLock()
         self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
 
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLM":
+        """An LLM with these arguments, by the name of vLLM's method."""
+        return cls(**asdict(args))
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -140,18 +145,21 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        *,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
 
         A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
         `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
-        adapter of all, or a list with one per prompt. `use_tqdm` is whether there is a progress bar: None, the default
+        adapter of all, or a list with one per prompt; `priority` has one number per prompt, of which lower ones begin
+        first. `use_tqdm` is whether there is a progress bar: None, the default
         of most methods, shows one on a terminal and in a notebook.
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
         try:
-            prompts = _with_adapters(_as_prompts(prompts), lora_request)
+            prompts = _with_priorities(_with_adapters(_as_prompts(prompts), lora_request), priority)
             check_lengths(sampling_params, len(prompts))
             outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
         except RequestError as error:
@@ -225,6 +233,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several.
 
@@ -233,7 +242,8 @@ class LLM:
         API; `mmvllm.processors.tool_calls.read_tool_calls` finds the calls in a text. The other arguments are those of
         `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final message, which
         the model continues, instead of with the beginning of an answer, which `add_generation_prompt=False` leaves out.
-        `chat_template` is a Jinja template in place of the checkpoint's.
+        `chat_template` is a Jinja template in place of the checkpoint's, `mm_processor_kwargs` are arguments for the
+        processors of images and videos.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -243,7 +253,7 @@ class LLM:
             )
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
-        keys |= {"tools": tools, "chat_template": chat_template}
+        keys |= {"tools": tools, "chat_template": chat_template, "mm_processor_kwargs": mm_processor_kwargs}
         keys |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         requests = [{"messages": conversation} | keys for conversation in conversations]
         return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error, lora_request)
@@ -324,6 +334,14 @@ class LLM:
         stream = self._stream(self._call(options={"pooling": params}), prefetcher, None, on_error)
         outputs = _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
         return [EmbeddingOutput.of(output) for output in outputs]
+
+    def encode(
+        self, prompts: Request | list[Request], *, pooling_task: str = "embed", use_tqdm: bool | None = None
+    ) -> list[EmbeddingOutput]:
+        """Vectors of prompts, by the name of vLLM's method: `embed` with its defaults. Other tasks are refused."""
+        if pooling_task != "embed":
+            raise ParameterError("pooling_task", pooling_task, "'embed', which this engine does alone")
+        return self.embed(prompts, use_tqdm=use_tqdm)
 
     def score(
         self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool | None = None
@@ -575,6 +593,16 @@ def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:
 def _with_adapter(request: Any, adapter: Any) -> Any:
     is_lacking = isinstance(request, dict) and request.get("lora_request") is None
     return {**request, "lora_request": adapter} if is_lacking and adapter is not None else request
+
+
+def _with_priorities(prompts: list[Request], priorities: list[int] | None) -> list[Request]:
+    """Prompts with these priorities; raises RequestError for another number of them."""
+    if priorities is None:
+        return prompts
+    if len(priorities) != len(prompts):
+        number = counted(len(prompts), "prompt")
+        raise RequestError(f"{len(priorities)} priority were given for {number}; give one each", param="priority")
+    return [as_request(prompt) | {"priority": own} for prompt, own in zip(prompts, priorities, strict=True)]
 
 
 def _priority(request: Any) -> int:

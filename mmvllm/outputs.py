@@ -111,6 +111,11 @@ class RequestOutput:
         return self.completions
 
     @property
+    def finished(self) -> bool:
+        """True: there is no output before the request has finished, or failed. By the name of vLLM's attribute."""
+        return True
+
+    @property
     def text(self) -> str:
         return self.completions[0].text if self.completions else ""
 
@@ -229,8 +234,13 @@ class EmbeddingOutput:
 
     @property
     def outputs(self) -> "EmbeddingOutput":
-        """Itself: vLLM has the vector as `outputs.embedding`."""
+        """Itself: vLLM has the vector as `outputs.embedding`, and as `outputs.data` of `LLM.encode`."""
         return self
+
+    @property
+    def data(self) -> np.ndarray | None:
+        """The same as `embedding`."""
+        return self.embedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,21 @@ from mmvllm.text import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+class RequestOutputKind(Enum):
+    """Which outputs vLLM yields; here `LLM` returns final ones, and `AsyncLLM` yields deltas."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 # Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
     "use_beam_search": (False,),
-    "detokenize": (True,),
+    "output_kind": (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
-    "extra_args": (None,),
 }
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ITEMS = 1_000_000  # of a list; vocabularies have a few hundred thousand tokens
@@ -34,7 +43,7 @@ CHOSEN_AT_END = "but the completions of best_of and of beam search are known onl
 WITH_BEAM_SEARCH = frozenset(
     {
         *("beam_width", "length_penalty", "early_stopping", "n", "max_tokens", "min_tokens", "stop_token_ids"),
-        *("ignore_eos", "seed", "repetition_penalty", "skip_special_tokens", "logprobs"),
+        *("ignore_eos", "seed", "repetition_penalty", "skip_special_tokens", "logprobs", "extra_args"),
     }
 )
 
@@ -52,7 +61,7 @@ class SamplingParams:
     """Sampling and stop conditions of one request.
 
     Raises ValueError with the value and the range for a wrong value, and TypeError with a suggestion for an unknown
-    argument. Arguments of vLLM that change nothing here, such as `detokenize=True`, are ignored.
+    argument. Arguments of vLLM that change nothing here, such as `use_beam_search=False`, are ignored.
 
     Args:
         temperature: 0 is greedy decoding, as is any value below 1e-5; higher values make sampling more random.
@@ -70,6 +79,7 @@ class SamplingParams:
         stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
             at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
         skip_special_tokens: leave special tokens out of the text, such as those around the boxes of Qwen2-VL.
+        detokenize: decode the tokens; with False texts are empty, and `stop`, which needs them, is refused.
         seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
         structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA};
             also `structured_outputs`, its name in vLLM.
@@ -97,6 +107,7 @@ class SamplingParams:
             length_penalty, so that more than 0 prefers long ones and less than 0 short ones; in [-10, 10].
         early_stopping: of beam search: True ends it when there are beam_width hypotheses, False when a better one is
             unlikely, "never" when there can be no better one.
+        extra_args: for the caller's own code, such as functions that are called with the parameters; not used here.
     """
 
     temperature: float = 0.0
@@ -129,6 +140,8 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    detokenize: bool = True
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         self._number("temperature", "of at least 0", lambda v: 0 <= v < math.inf)
@@ -157,6 +170,11 @@ class SamplingParams:
         self._tuple("stop", "strings that are not empty", lambda v: isinstance(v, str) and v)
         self._token_ids("stop_token_ids")
         self._flag("ignore_eos")
+        self._flag("detokenize")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs the text, which detokenize=False leaves out", param="detokenize")
+        if not isinstance(self.extra_args, Mapping | None):
+            raise ParameterError("extra_args", self.extra_args, "a dict or None")
         self._flag("stop_on_repetition")
         self._flag("skip_special_tokens")
         self._flag("include_stop_str_in_output")
@@ -165,6 +183,10 @@ class SamplingParams:
         best_of = f"in [n={self.n}, {MAX_COMPLETIONS}], or None"
         self._integer("best_of", best_of, lambda v: self.n <= v <= MAX_COMPLETIONS, optional=True)
         self._check_beam_search()
+
+    def clone(self) -> "SamplingParams":
+        """The same parameters, by the name of vLLM's method."""
+        return replace(self)
 
     @property
     def num_logprobs(self) -> int | None:

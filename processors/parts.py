@@ -15,7 +15,7 @@ from mmvllm.processors.image import PART_SIZES
 from mmvllm.processors.video import check_fps
 from mmvllm.text import listed, with_article
 
-SOURCE_KEYS = ("image", "image_url", "url", "path", "base64")
+SOURCE_KEYS = ("image", "image_url", "image_pil", "url", "path", "base64")
 VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")
 DETAILS = ("auto", "low", "high")  # of OpenAI's API
 IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))

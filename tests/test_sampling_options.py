@@ -46,6 +46,7 @@ BESIDE = {
     "length_penalty": {"beam_width": 2},
     "early_stopping": {"beam_width": 2},
 }
+FOR_CALLERS = "is for the caller's own code"
 ENDS = "decided in the engine, from the tokens that were chosen"
 NOT_DRAWN = {
     "max_tokens": ENDS,
@@ -62,6 +63,8 @@ NOT_DRAWN = {
     "logit_bias": "SamplingRows.biases",
     **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "engine/constraints.py"),
     "logits_processors": "engine/logits_processors.py",
+    "detokenize": "of the text, which is made of the tokens",
+    "extra_args": FOR_CALLERS,
     "structured": "engine/grammar.py",
     "best_of": "engine/choice.py",
     **dict.fromkeys(BEAMS, "engine/beam_search.py"),
@@ -72,11 +75,17 @@ NOT_WARMED_UP = {
     **dict.fromkeys(("allowed_token_ids", "bad_words"), "takes the path of no_repeat_ngram_size"),
     "structured": "takes the path of no_repeat_ngram_size",
     "logits_processors": "are the caller's own functions",
+    "detokenize": "takes no path of the sampler",
+    "extra_args": FOR_CALLERS,
     "logprob_token_ids": "runs the same kernels as logprobs",
     **dict.fromkeys(BEAMS, "its path has no kernels but those of the others"),
 }
 OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
-NOT_OVER_HTTP = {"logits_processors": "functions cannot be sent"}
+NOT_OVER_HTTP = {
+    "logits_processors": "functions cannot be sent",
+    "detokenize": "responses have texts",
+    "extra_args": FOR_CALLERS,
+}
 NOT_IN_CHATS = NOT_OVER_HTTP | {
     "logprobs": "chats have logprobs: true, and top_logprobs for the number",
     "logprob_token_ids": "needs logprobs: true in chats",
@@ -90,6 +99,8 @@ NOT_ON_THE_COMMAND_LINE = {
     **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), ONE_CAPTION),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FOR_CAPTIONS),
     "logits_processors": FOR_CAPTIONS,
+    "detokenize": "captions are texts",
+    "extra_args": FOR_CALLERS,
     "structured": "--schema makes it",
     **dict.fromkeys(BEAMS[1:], "captions have the defaults of beam search"),
     **dict.fromkeys(("logprobs", "logprob_token_ids", "prompt_logprobs"), "records have no column for them"),
@@ -100,6 +111,8 @@ NOT_ON_THE_PAGE = {
     **dict.fromkeys(("min_tokens", "stop", "stop_token_ids", "ignore_eos", "n"), FEW_CONTROLS),
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"), FEW_CONTROLS),
     "logits_processors": FEW_CONTROLS,
+    "detokenize": "answers are texts",
+    "extra_args": FOR_CALLERS,
     "structured": FEW_CONTROLS,
     "stop_on_repetition": FEW_CONTROLS,
     **dict.fromkeys(("skip_special_tokens", "include_stop_str_in_output"), FEW_CONTROLS),

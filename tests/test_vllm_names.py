@@ -4,13 +4,25 @@ import contextlib
 import io
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
-from mmvllm import LLM, AsyncEngineArgs, EngineArgs, SamplingParams, TextPrompt, TokensPrompt
+from mmvllm import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineArgs,
+    LoRARequest,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestError
 from mmvllm.metrics import Counter, Gauge, Metric
 from mmvllm.pooling_params import PoolingParams
+from mmvllm.sampling_params import RequestOutputKind
+from tests.helpers.async_engines import async_test
 from tests.helpers.requests import ask, noise_image
 
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
@@ -165,3 +177,85 @@ def test_the_metrics_of_an_llm_are_read(checkpoint):
         assert values(Gauge)["engine_sleep_state"] == 1 and values(Counter) == counts
         llm.wake_up()
         assert values(Gauge)["engine_sleep_state"] == 0 and values(Counter) == counts
+
+
+def test_engines_are_made_from_arguments(checkpoint):
+    kwargs = {"max_pixels": 28 * 28 * 4}
+    args = EngineArgs(model=checkpoint, mm_processor_kwargs=kwargs, enable_sleep_mode=True, runner="pooling", **OPTIONS)
+    request = ask(noise_image(120, 120), "What is it?")
+    with LLM.from_engine_args(args) as llm:
+        (output,) = llm.generate_multimodal(request, SHORT)
+        assert output.finished and output.num_image_tokens <= 4
+    with pytest.raises(TypeError, match="LLMEngine takes no mm_processor_kwargs; give them to LLM"):
+        LLMEngine.from_engine_args(args)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=checkpoint, mm_processor_cache_gb=0, **OPTIONS))
+    engine.add_request("Hello", SHORT)
+    assert engine.has_unfinished_requests()
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.exit()
+
+
+@async_test
+async def test_an_async_llm_is_made_from_arguments(checkpoint):
+    async with AsyncLLM.from_engine_args(EngineArgs(model=checkpoint, **OPTIONS)) as engine:
+        assert (await engine.embed("Hello")).embedding is not None
+
+
+def test_sampling_params_are_as_in_vllm():
+    kinds = RequestOutputKind
+    params = SamplingParams(max_tokens=4, extra_args={"key": 1}, output_kind=kinds.FINAL_ONLY)
+    assert params.clone() == params and params.clone().extra_args == {"key": 1} and hash(params) == hash(params.clone())
+    with pytest.raises(ValueError, match="does not support output_kind="):
+        SamplingParams(output_kind=kinds.CUMULATIVE)
+    with pytest.raises(RequestError, match="extra_args is 'a'"):
+        SamplingParams(extra_args="a")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_that_are_not_decoded_have_no_text(make_llm, checkpoint, streams):
+    llm = make_llm(checkpoint)
+    plain, bare = (SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, detokenize=one) for one in (True, False))
+    want = llm.generate("Hello", plain)[0].outputs[0]
+    if streams:
+        deltas = list(llm.stream_multimodal({"prompt": "Hello"}, bare, stream=True))
+        assert "".join(delta.text for delta in deltas) == ""
+        assert [token_id for delta in deltas for token_id in delta.token_ids] == want.token_ids
+        assert sum(len(delta.logprobs) for delta in deltas) == 6
+    else:
+        got = llm.generate("Hello", bare)[0].outputs[0]
+        assert (got.text, got.token_ids, len(got.logprobs)) == ("", want.token_ids, 6)
+    with pytest.raises(RequestError, match="stop needs the text, which detokenize=False leaves out"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_prompts_have_priorities(make_llm, checkpoint):
+    llm, started = make_llm(checkpoint, max_num_seqs=1), []
+    llm.engine.on_finished = lambda group: started.append(group.priority)
+    outputs = llm.generate(["a", [5, 6], {"prompt": "b"}], SHORT, priority=[3, 1, 2])
+    assert started == [1, 2, 3] and outputs[1].prompt_token_ids == [5, 6]
+    with pytest.raises(RequestError, match="1 priority were given for 2 prompts; give one each"):
+        llm.generate(["a", "b"], SHORT, priority=[1])
+
+
+def test_chats_take_arguments_of_processors_and_named_images(make_llm, checkpoint):
+    llm, image = make_llm(checkpoint), noise_image(120, 120)
+    message = {"role": "user", "content": [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": "a"}]}
+    whole, small = (
+        llm.chat([message], SHORT, mm_processor_kwargs=kwargs)[0] for kwargs in (None, {"max_pixels": 28 * 28 * 4})
+    )
+    assert whole.num_image_tokens > small.num_image_tokens > 0
+
+
+def test_prompts_are_encoded(make_llm, checkpoint):
+    llm = make_llm(checkpoint)
+    (encoded,), (embedded,) = llm.encode("Hello", pooling_task="embed"), llm.embed("Hello")
+    assert np.array_equal(encoded.outputs.data, embedded.embedding)
+    with pytest.raises(RequestError, match="pooling_task is 'classify'"):
+        llm.encode("Hello", pooling_task="classify")
+
+
+def test_adapters_are_imported_as_from_vllm():
+    from mmvllm.lora.request import LoRARequest as request_of_vllm
+
+    assert request_of_vllm is LoRARequest

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.config import EngineConfig
+from mmvllm.config import EngineArgs, EngineConfig
 from mmvllm.engine.adapters import Adapter, AdapterStore, model_without_weights
 from mmvllm.engine.block_manager import BlockManager
 from mmvllm.engine.checkpoint import read_checkpoint
@@ -128,6 +129,14 @@ class LLMEngine:
                 self.exit()
                 raise
             self._meter = Meter()  # without the warm-up
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+        """An engine with these arguments, by the name of vLLM's method; processors belong to `LLM`."""
+        given = asdict(args)
+        if given.pop("mm_processor_kwargs") is not None:
+            raise TypeError("LLMEngine takes no mm_processor_kwargs; give them to LLM, or with each request")
+        return cls(given.pop("model"), **given)
 
     def made_again(self) -> "LLMEngine":
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
@@ -359,6 +368,10 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether nothing is waiting or running."""
         return self.scheduler.is_finished()
+
+    def has_unfinished_requests(self) -> bool:
+        """The opposite of `is_finished`, by the name of vLLM's method."""
+        return not self.is_finished()
 
     def warmup_model(self) -> float:
         """Run a prefill and a decode, which compile kernels and allocate memory; return the seconds they took."""

@@ -63,7 +63,9 @@ class OutputProcessor:
         is_stopped = seq.finish_reason is FinishReason.STOP
         found = seq.completion_text.found_stop if seq.completion_text and is_stopped else None
         wants_logprobs, token_ids = seq.sampling_params.num_logprobs is not None, seq.completion_token_ids
-        if found is None:
+        if not seq.sampling_params.detokenize:
+            text = ""
+        elif found is None:
             text = self._decoded_text(seq)
         else:
             stop, start = found
@@ -214,6 +216,8 @@ class _Cursor:
     def delta(self) -> Delta | None:
         """What is new of a completion that is not finished; None if there is no settled text."""
         seq = self.seq
+        if not seq.sampling_params.detokenize:
+            return None
         new = seq.token_ids[self._end :]
         self._end += len(new)
         text = self._decoder.decode(new) if seq.completion_text is None else seq.completion_text.take()

@@ -284,7 +284,7 @@ BAD = {
     ),
     "image with text": (
         user({"image": "a.png", "text": "x"}),
-        "image 0: image part has unknown keys text; known: base64, detail, image, image_url, max_pixels, ",
+        "image 0: image part has unknown keys text; known: base64, detail, image, image_pil, image_url, max_pixels, ",
     ),
     "unknown detail": (
         user({"image_url": {"url": "a.png", "detail": "tiny"}}),
