@@ -39,6 +39,7 @@ _DEMANDING_NOTHING = {  # values of keywords that are not enforced
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
     "nullable": (False,),
+    "not": (False,),
 }
 # An expression without a look-around, a back-reference or \b, which llguidance does not support. In a character class
 # these have no such meaning; an unclosed class extends to the end of the expression.

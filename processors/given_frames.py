@@ -16,7 +16,7 @@ from mmvllm.processors.load import dtype_name, is_array, load_image
 from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 
-FLOATS = ("float16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 MOST_FRAMES = 2**53  # of the video that they were taken from: up to it, times in seconds are exact
 LoadFrame = Callable[[Any], Image.Image]
 
@@ -94,7 +94,9 @@ class _GivenFrames:
     def of(cls, source: Any) -> "_GivenFrames":
         has_metadata = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
         frames, metadata = source if has_metadata else (source, {})
-        were_floats = is_array(frames) and dtype_name(frames) in FLOATS
+        if isinstance(frames, list | tuple) and frames and all(map(_is_of_floats, frames)):
+            frames = _stacked(frames)
+        were_floats = _is_of_floats(frames)
         if is_array(frames):
             frames = _channels_last(_with_levels(frames) if were_floats else frames)
         if len(frames) == 0:
@@ -119,6 +121,23 @@ class _GivenFrames:
         return bool(plan.fps is not None or plan.num_frames is not None if asked is None else asked)
 
 
+def _is_of_floats(value: Any) -> bool:
+    return is_array(value) and dtype_name(value) in FLOATS
+
+
+def _stacked(frames: Sequence[Any]) -> np.ndarray:
+    """A list of float arrays as one array."""
+    if len({tuple(frame.shape) for frame in frames}) > 1:
+        raise VideoError("the list of frames", "has arrays of different shapes; frames of a video must have one size")
+    return np.stack([_as_numpy(frame) for frame in frames])
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    if isinstance(array, np.ndarray):
+        return array
+    return (array.float() if dtype_name(array) == "bfloat16" else array).cpu().numpy()  # numpy has no bfloat16
+
+
 def _channels_last(frames: Any) -> Any:
     """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
     shape, dtype = tuple(frames.shape), dtype_name(frames)
@@ -130,7 +149,7 @@ def _channels_last(frames: Any) -> Any:
 
 def _with_levels(frames: Any) -> Any:
     """A float array as uint8, if all its values are levels of it: qwen-vl-utils returns frames so."""
-    values = np.asarray(frames if isinstance(frames, np.ndarray) else frames.cpu())
+    values = _as_numpy(frames)
     with np.errstate(invalid="ignore"):
         levels = values.astype(np.uint8)
     if not np.array_equal(levels, values):

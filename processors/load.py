@@ -4,6 +4,7 @@ import base64
 import errno
 import io
 import os
+import re
 import stat
 import string
 import sys
@@ -37,6 +38,7 @@ _QUOTED = {
     for code in ("%2B", "%2F", "%3D", "%0A", "%0D", "%20")
     for quoted in (code, code.lower())
 }
+_BASE64 = re.compile(r"[0-9A-Za-z+/_\s-]+={0,2}")
 _WHITESPACE = string.whitespace.encode()
 _STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
 
@@ -204,13 +206,18 @@ def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Itera
     except RequestError:
         raise
     except FileNotFoundError:
-        raise error_class(name, "no such file") from None
+        raise error_class(name, f"no such file{_hint_of_base64(path, kind)}") from None
     except IsADirectoryError:
         raise error_class(name, f"is a folder, not {with_article(kind)}") from None
     except OSError as error:
-        raise error_class(name, f"cannot be read ({error.strerror})") from None
+        raise error_class(name, f"cannot be read ({error.strerror}){_hint_of_base64(path, kind)}") from None
     except ValueError as error:  # for example a NUL in the path
         raise error_class(name, f"is not a path ({error})") from None
+
+
+def _hint_of_base64(path: str, kind: str) -> str:
+    is_base64 = len(path) > 100 and _BASE64.fullmatch(path)
+    return f"; if it is base64, write data:{kind}/...;base64, before it" if is_base64 else ""
 
 
 def _download(url: str) -> bytes:

@@ -174,6 +174,7 @@ def test_a_long_pattern_is_read_in_linear_time(text):
         *({"format": name} for name in ("path", "binary", "int64", "ipv4network", "multi-host-uri")),
         *({"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"unevaluatedProperties": {}}),
         *({"unevaluatedItems": True}, {"dependentRequired": {}}, {"dependentSchemas": {}}, {"nullable": False}),
+        {"not": False},
     ],
     ids=str,
 )

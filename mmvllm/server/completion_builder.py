@@ -112,11 +112,12 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {name: echoed[name] + made[name] for name in made}
 
     def _top_by_text(self, logprobs: LogprobsById) -> dict[str, float]:
-        """Includes the sampled token; of tokens with the same name, the most likely one is shown."""
-        sampled = next(iter(logprobs.items()))
+        """The token itself first, then the most likely ones; of those with the same name, the most likely is shown."""
+        own = next(iter(logprobs.items()))
         made: dict[str, float] = {}
-        for token_id, logprob in [*top_of(logprobs, self._top_logprobs), sampled]:
-            made.setdefault(self._name_of(token_id), max(logprob, NO_LOGPROB))
+        for token_id, logprob in [own, *top_of(logprobs, self._top_logprobs)]:
+            name = self._name_of(token_id)
+            made[name] = max(logprob, made.get(name, NO_LOGPROB))
         return made
 
     def _name_of(self, token_id: int) -> str:

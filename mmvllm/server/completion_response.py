@@ -110,12 +110,14 @@ class CompletionResponse(Response):
         usage = {"usage": None} if job.includes_usage else {}
         running = RunningUsage(job.params.n)
         async for index, delta in deltas:
-            if job.repeats_usage:
-                usage = {"usage": running.add(index, delta)}
             if not has_started:  # only now, so that an error before the first delta still determines the status
                 has_started = True
+                if job.repeats_usage:
+                    usage = {"usage": running.begin(index, delta)}
                 for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
+            if job.repeats_usage:
+                usage = {"usage": running.add(index, delta)}
             make = partial(job.builder.chunks, index, delta)
             for chunk in await self._made(make) if delta.prompt_logprobs else make():  # others are small
                 await events.data(chunk | usage)

@@ -239,12 +239,24 @@ def prompts_of(body: CompletionRequest | EmbeddingRequest) -> list[str | list[in
 def pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
     """How the vectors of a request are made."""
     given = {name: getattr(body, name) for name in ("pooling", "normalize", "dimensions")}
+    if body.normalize is None:
+        given["normalize"] = body.use_activation
     try:
         params = PoolingParams(**{name: value for name, value in given.items() if value is not None})
         params.check_dimensions(hidden_size)
     except RequestError as error:
         raise ApiError(400, str(error), param=error.param) from None
     return params
+
+
+def encoding_of(body: EmbeddingRequest) -> str | None:
+    """numpy's name of the dtype of vectors in base64; None for lists of numbers."""
+    in_base64 = body.encoding_format == "base64"
+    for name in ("embed_dtype", "endianness"):
+        if getattr(body, name) is not None and not in_base64:
+            raise ApiError(400, f'{name} is of values in base64; give encoding_format "base64", too', param=name)
+    order = {"native": "=", "big": ">"}.get(body.endianness, "<")
+    return f"{order}{'f2' if body.embed_dtype == 'float16' else 'f4'}" if in_base64 else None
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:

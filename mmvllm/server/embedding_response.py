@@ -20,18 +20,18 @@ class EmbeddingResponseBuilder:
 
     Args:
         prompt_field: of the request.
-        in_base64: vectors are the bytes of little-endian float32 values, in base64.
+        dtype: vectors are the bytes of values of this dtype, in base64; None: lists of numbers.
     """
 
-    def __init__(self, model: str, prompt_field: str, in_base64: bool):
+    def __init__(self, model: str, prompt_field: str, dtype: str | None):
         self.id, self.model, self.prompt_field = f"embd-{uuid.uuid4().hex}", model, prompt_field
-        self._in_base64, self.num_values = in_base64, 0
+        self._dtype, self.num_values = dtype, 0
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
         """Add the numbers of a vector to `num_values`; raises ApiError above `MAX_NUMBERS` that are not in base64."""
         if delta.output is not None:
             self.num_values += delta.output.embedding.size
-            if self.num_values > MAX_NUMBERS and not self._in_base64:
+            if self.num_values > MAX_NUMBERS and self._dtype is None:
                 message = f"vectors of more than {MAX_NUMBERS} numbers are not put into a response"
                 message = f'{message}; give fewer inputs, or encoding_format "base64"'
                 raise ApiError(400, message, param=self.prompt_field)
@@ -47,6 +47,6 @@ class EmbeddingResponseBuilder:
         )
 
     def _encoded(self, vector: np.ndarray) -> str | list[float]:
-        if self._in_base64:
-            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        return vector.tolist()
+        if self._dtype is None:
+            return vector.tolist()
+        return base64.b64encode(vector.astype(self._dtype).tobytes()).decode()

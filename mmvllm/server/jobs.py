@@ -203,7 +203,7 @@ class JobFactory:
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
         pooling = convert.pooling_params(body, self._engine.hidden_size)
-        builder = EmbeddingResponseBuilder(model, field, body.encoding_format == "base64")
+        builder = EmbeddingResponseBuilder(model, field, convert.encoding_of(body))
         if body.messages is not None:
             if (body.truncate_prompt_tokens or 0) > 0:
                 message = "truncate_prompt_tokens is for input; the beginning of a conversation cannot be cut off"
@@ -402,7 +402,7 @@ def _streaming(body: SamplingRequest) -> dict[str, bool]:
     if body.stream and body.prompt_logprobs is not None:  # as in vLLM
         raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
     includes_usage = bool(body.stream_options and body.stream_options.include_usage)
-    if includes_usage and not body.stream:
+    if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     repeats_usage = includes_usage and bool(body.stream_options.continuous_usage_stats)
     return {"streams": bool(body.stream), "includes_usage": includes_usage, "repeats_usage": repeats_usage}

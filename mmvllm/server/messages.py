@@ -124,7 +124,7 @@ def _is_whole_float(value: Any) -> bool:
 
 
 def _as_flag(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 Flag = Annotated[bool | None, BeforeValidator(_as_flag)]

@@ -51,14 +51,20 @@ class ServedModels:
 
     def card(self, name: str) -> ModelCard:
         _, adapter = self.find(name)
-        parent = None if adapter is None else self._names[0]
+        parent, root = (None, name) if adapter is None else (self._names[0], str(adapter.lora_path))
         limit = self._engine.max_model_len
-        return ModelCard(id=name, root=name, created=self._created[name], max_model_len=limit, parent=parent)
+        return ModelCard(id=name, root=root, created=self._created[name], max_model_len=limit, parent=parent)
 
-    async def load(self, name: str, path: str) -> None:
-        """Serve one more adapter; raises ApiError if it cannot be used, or its name is taken."""
+    async def load(self, name: str, path: str, replaces: bool = False) -> None:
+        """Serve one more adapter, or another in place of the one that has the name, if it `replaces` that.
+
+        Raises ApiError if it cannot be used, or its name is taken.
+        """
+        if not os.path.isdir(path):
+            raise ApiError(404, f"lora_path must be a folder of the server, got {path!r:.200}", param="lora_path")
         try:
-            self._check_new(name)
+            if not (replaces and name in self._adapters and name not in self._loading):
+                self._check_new(name)
             self._loading.add(name)
             try:
                 load = partial(_loaded, self._engine, name, path)
@@ -115,7 +121,7 @@ def adapters_router(models: ServedModels) -> APIRouter:
     @router.post("/load_lora_adapter", response_class=PlainTextResponse)
     async def load(body: LoadAdapterRequest) -> str:
         """Serve the adapter in a folder of the server under a name."""
-        await models.load(body.lora_name, body.lora_path)
+        await models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     @router.post("/unload_lora_adapter", response_class=PlainTextResponse)

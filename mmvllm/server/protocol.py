@@ -13,6 +13,7 @@ from mmvllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import ToolChoice, Tools, check_size
+from mmvllm.text import some_of
 
 ALL_FRAMES = -1
 MAX_RATES = 64
@@ -50,6 +51,16 @@ def _check_token_limit(value: int) -> int:
     return value
 
 
+def _check_bias_keys(value: Any) -> Any:
+    """Name all keys that are no token ids, up to a few."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if isinstance(key, str) and not key.isdecimal()]
+        if wrong:
+            reason = f"has the keys {some_of(wrong, 5)}, must have token ids; POST /tokenize gives those of a text"
+            raise PydanticCustomError("token_ids", "{reason}", {"reason": reason})
+    return value
+
+
 # fail_fast: otherwise a long list of invalid items would produce one error per item.
 TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
 Priority = Annotated[int, Field(gt=-INT64, lt=INT64)]
@@ -62,7 +73,9 @@ LogprobTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, m
 AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
 JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
 LogitBias = Annotated[
-    dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_STOP_IDS)
+    dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_STOP_IDS),
+    BeforeValidator(_check_bias_keys),
 ]
 BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
@@ -349,6 +362,9 @@ class EmbeddingRequest(ChatPrompt):
         None, description="The hidden state of the last token (default), or the mean of those of all tokens."
     )
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
+    use_activation: bool | None = Field(None, description="Another name of normalize, which wins.")
+    embed_dtype: Literal["float32", "float16"] | None = Field(None, description="Of the values in base64.")
+    endianness: Literal["native", "little", "big"] | None = Field(None, description="Of the values in base64.")
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None
@@ -364,6 +380,7 @@ class LoadAdapterRequest(StrictModel):
 
     lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="By which requests choose it.")]
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder, as PEFT saves it.")]
+    load_inplace: bool | None = Field(None, description="Replace the adapter that has this name.")
 
 
 class UnloadAdapterRequest(StrictModel):

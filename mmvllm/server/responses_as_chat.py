@@ -103,7 +103,7 @@ def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dic
         elif isinstance(item, FunctionOutputItem):
             made.append({"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, InputItem):
-            made.append({"role": item.role, "content": _content(item.content)})
+            made.append({"role": item.role, "content": _content(item.content or item.refusal)})
     return made
 
 

@@ -67,6 +67,8 @@ class InputItem(OpenModel):
         None, validate_default=True, description="Only that of an earlier answer may be missing or empty."
     )
 
+    refusal: str | None = Field(None, description="Of an earlier answer: read as the content, if there is none.")
+
     @field_validator("content")
     @classmethod
     def _require_content(cls, content: Any, info: ValidationInfo) -> Any:

@@ -215,8 +215,13 @@ def test_all_frames_of_a_file_are_taken_where_it_is_asked_for(path):
 
 
 def test_frames_may_be_floats_as_qwen_vl_utils_returns_them():
-    for floats in (FRAMES.astype(np.float32), torch.from_numpy(FRAMES).permute(0, 3, 1, 2).float()):
+    channels_first = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)
+    forms = [FRAMES.astype(np.float32), channels_first.float(), channels_first.bfloat16()]
+    forms += [[*FRAMES.astype(np.float32)], [*channels_first.half()], tuple(channels_first.double())]
+    for floats in forms:
         assert np.array_equal(load_video(floats, FramesAt()).frames, FRAMES)
+    with pytest.raises(VideoError, match="has arrays of different shapes"):
+        load_video([np.zeros((4, 4, 3), np.float32), np.zeros((5, 4, 3), np.float32)], FramesAt())
 
 
 def test_frames_may_have_their_channels_first():

@@ -45,6 +45,29 @@ def test_the_openai_client_gets_vectors(running, offline):
         np.testing.assert_allclose([cut.data[0].embedding], offline("Hello", dimensions=8, pooling="mean"), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "<f4"),
+        ({"endianness": "big"}, ">f4"),
+        ({"embed_dtype": "float16"}, "<f2"),
+        ({"embed_dtype": "float16", "endianness": "big"}, ">f2"),
+        ({"embed_dtype": "float32", "endianness": "native"}, "=f4"),
+    ],
+)
+def test_vectors_in_base64_have_the_dtype_that_is_asked_for(keys, dtype, app):
+    want = vectors(embed(app, input="Hello"))
+    (one,) = embed(app, input="Hello", encoding_format="base64", **keys)["data"]
+    got = np.frombuffer(base64.b64decode(one["embedding"]), dtype)
+    assert np.array_equal(got, want[0].astype(dtype))
+
+
+def test_the_length_of_vectors_has_two_names(app):
+    raw, unit = (vectors(embed(app, input="Hello", use_activation=value)) for value in (False, True))
+    assert np.array_equal(unit, vectors(embed(app, input="Hello"))) and not np.allclose(raw, unit)
+    assert np.array_equal(raw, vectors(embed(app, input="Hello", use_activation=True, normalize=False)))
+
+
 @pytest.mark.spawns
 def test_a_conversation_with_an_image_has_a_vector(app, offline):
     messages = [user(image_part(data_uri(SCENES[0])), "What is this?")]
@@ -93,6 +116,7 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "pooling": "max"}, "pooling", "must be 'last' or 'mean'"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64'"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", 'give encoding_format "base64", too'),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be at least 1, or -1"),
         ({"messages": [user("a")], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is for input"),
         ({"input": "a", "temperature": 0}, "temperature", "is not a field"),

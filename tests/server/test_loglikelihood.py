@@ -104,6 +104,7 @@ def test_an_echo_has_the_format_of_openai(app, hf):
         assert shown["token_logprobs"][0] is None and shown["top_logprobs"][0] is None
         assert all(logprob <= 0 for logprob in shown["token_logprobs"][1:])
         assert {len(top) for top in shown["top_logprobs"][1:]} <= {1, 2, 3}  # tokens of one text are shown once
+        assert [next(iter(top)) for top in shown["top_logprobs"][1:]] == shown["tokens"][1:]
         assert shown["text_offset"] == sorted(shown["text_offset"])
         for token, offset in zip(shown["tokens"][: len(ids)], shown["text_offset"], strict=False):
             assert token.startswith("bytes:") or text[offset:].startswith(token)

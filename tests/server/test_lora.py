@@ -100,8 +100,17 @@ def test_adapters_are_loaded_and_unloaded(engine, adapters):
         again = call(app, "POST", LOAD, json={"lora_name": name, "lora_path": adapters["first"]})
         assert again.status_code == 400 and error_of(again)["param"] == "lora_name"
     wrong = call(app, "POST", LOAD, json={"lora_name": "other", "lora_path": "/nowhere"})
-    assert wrong.status_code == 400 and error_of(wrong)["param"] == "lora_path"
-    assert error_of(wrong)["message"].startswith("adapter 'other': /nowhere is not a LoRA adapter")
+    assert wrong.status_code == 404 and error_of(wrong)["param"] == "lora_path"
+    wrong = call(app, "POST", LOAD, json={"lora_name": "other", "lora_path": "/"})
+    assert wrong.status_code == 400 and error_of(wrong)["message"].startswith(
+        "adapter 'other': / is not a LoRA adapter"
+    )
+    assert call(app, "GET", "/v1/models/mine").json()["root"] == adapters["first"]
+    first = text_of(app, "mine")
+    other = {"lora_path": adapters["second"], "load_inplace": True}
+    assert call(app, "POST", LOAD, json={"lora_name": "mine"} | other).is_success
+    assert text_of(app, "mine") != first
+    assert call(app, "POST", LOAD, json={"lora_name": "bundled"} | other).status_code == 400
     answer = call(app, "POST", UNLOAD, json={"lora_name": "mine"})
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'mine' removed successfully.")
     for name in ("mine", "bundled"):

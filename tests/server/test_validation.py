@@ -76,10 +76,16 @@ def nested(depth: int) -> list:
         (chat("Hi", top_logprobs=2), "top_logprobs", "logprobs: true"),
         (chat("Hi", logprobs=True, top_logprobs=21), "top_logprobs", "20"),
         (chat("Hi", stream_options={"include_usage": True}), "stream_options", "stream: true"),
+        (chat("Hi", stream_options={"include_usage": None}), "stream_options", "stream: true"),
+        (chat("Hi", stream_options={"continuous_usage_stats": True}), "stream_options", "stream: true"),
         (chat("Hi", tool_choice="is missing"), "tool_choice", "'none', 'auto' or 'required'"),
         (chat("Hi", response_format={"type": "xml"}), "response_format.type", "'text'"),
         (chat("Hi", logit_bias={"5": 200}), "logit_bias.5", "less than or equal to 100"),
-        (chat("Hi", logit_bias={"five": 1}), "logit_bias.five", "match pattern"),
+        (
+            chat("Hi", logit_bias={"five": 1, "5": 1, "six": 1}),
+            "logit_bias",
+            "has the keys five, six, must have token ids",
+        ),
         (chat("Hi", logit_bias={"99999": 1}), "logit_bias", "99999"),
         (chat("Hi", allowed_token_ids=[]), "allowed_token_ids", "at least 1"),
         (chat("Hi", modalities=["text", "audio"]), "modalities", ""),
@@ -258,6 +264,7 @@ def test_continuous_usage_stats_count_tokens_in_every_chunk(app):
     assert {usage["prompt_tokens"] for usage in usages} == {usages[-1]["prompt_tokens"]} != {0}
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[-1] == 10 and len(set(counts)) > 2
+    assert counts[:3] == [0, 0, 1]  # the roles of both choices, and the first text
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
 
 

@@ -93,8 +93,14 @@ def test_a_refusal_is_the_text_of_an_earlier_answer(app):
     part = {"type": "refusal", "refusal": "I cannot"}
     for answer in ({"content": None, "refusal": "I cannot"}, {"refusal": "I cannot"}, {"content": [part]}):
         assert tokens_of(app, [user("Hi"), {"role": "assistant", **answer}]) == want
-    items = [user("Hi"), {"type": "message", "role": "assistant", "content": [part]}]
-    answered(app, RESPONSES, {"model": "bundled", "input": items, "max_output_tokens": 1})
+    for answer in (
+        {"content": [part]},
+        {"content": None, "refusal": "I cannot"},
+        {"content": [], "refusal": "I cannot"},
+    ):
+        items = [user("Hi"), {"type": "message", "role": "assistant", **answer}]
+        body = {"model": "bundled", "input": items, "max_output_tokens": 1}
+        assert answered(app, RESPONSES, body)["usage"]["input_tokens"] == len(want)
 
 
 CUT = "cut \ud83d here \udc00"
