@@ -103,7 +103,8 @@ class Processor:
         with self._lock:
             token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
             if parsed.truncate_prompt_tokens is not None:
-                token_ids = token_ids[-parsed.truncate_prompt_tokens :]
+                number = parsed.truncate_prompt_tokens
+                token_ids = token_ids[:number] if parsed.truncation_side == "right" else token_ids[-number:]
             if self.rules is None:
                 return EngineInput(token_ids, text=text)
             made = place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
@@ -112,7 +113,7 @@ class Processor:
     def _rendered(self, parsed: ParsedRequest) -> tuple[str, str | None]:
         if parsed.truncate_prompt_tokens is None or self._length_limit is None:
             return rendered(parsed, self.chat_template, self._special_tokens, self._length_limit)
-        text = self._length_limit.tail(parsed.text, parsed.truncate_prompt_tokens)
+        text = self._length_limit.cut(parsed.text, parsed.truncate_prompt_tokens, parsed.truncation_side)
         return rendered(parsed._replace(text=text), self.chat_template, self._special_tokens)
 
     def _tokenized(self, text: str, marked: str | None) -> list[int]:

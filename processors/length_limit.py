@@ -18,9 +18,10 @@ class LengthLimit:
     def of(cls, tokenizer: Any, max_model_len: int) -> "LengthLimit":
         return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
 
-    def tail(self, text: str, num_tokens: int) -> str:
-        """The end of a text, which has more than this many tokens, or too many, unless it is the whole text."""
-        return text[-(min(num_tokens, self.max_model_len) + 1) * self.max_token_length :]
+    def cut(self, text: str, num_tokens: int, side: str) -> str:
+        """Cut a text at one side, so that it still has more than this many tokens, or too many, or is whole."""
+        length = (min(num_tokens, self.max_model_len) + 1) * self.max_token_length
+        return text[:length] if side == "right" else text[-length:]
 
     def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0) -> None:
         """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no room for a completion."""

@@ -31,7 +31,7 @@ TEMPLATE_KEYS = ("tools", "chat_template_kwargs", "chat_template", "add_generati
 REQUEST_KEYS = frozenset(
     (
         *("messages", "text", "images", "videos", "min_pixels", "max_pixels", *PROMPT_KEYS),
-        *("allow_special_tokens", "truncate_prompt_tokens", *TEMPLATE_KEYS),
+        *("allow_special_tokens", "truncate_prompt_tokens", "truncation_side", *TEMPLATE_KEYS),
         *("request_id", "priority", "cache_salt", "lora_request", "trace_headers", "sampling_params"),
     )
 )
@@ -46,8 +46,8 @@ class ParsedRequest(NamedTuple):
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
     are arguments for the chat template, `template_options` for `apply_chat_template`; `chat_template` replaces the
-    checkpoint's. `tools` are the functions that the model may call. Of `text` and `token_ids` only the last
-    `truncate_prompt_tokens` are kept.
+    checkpoint's. `tools` are the functions that the model may call. Of `text` and `token_ids` only
+    `truncate_prompt_tokens` are kept: the last ones, or the first ones where the `truncation_side` is "right".
     """
 
     messages: list[dict] | None
@@ -64,6 +64,7 @@ class ParsedRequest(NamedTuple):
     tools: Sequence[dict] = ()
     jpeg_draft: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -94,6 +95,7 @@ def parse_request(request: Any) -> ParsedRequest:
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
     keys = {"jpeg_draft": draft, "truncate_prompt_tokens": truncate_prompt_tokens}
+    keys["truncation_side"] = request.get("truncation_side") or "left"
     parsed = ParsedRequest(None, images, videos, _for_each(videos, kwargs), bounds, **keys)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
@@ -129,6 +131,8 @@ def _allows_special_tokens(request: dict, form: str) -> bool:
 
 
 def _truncation(request: dict, form: str) -> int | None:
+    if (side := request.get("truncation_side")) not in (None, "left", "right"):
+        raise ParameterError("truncation_side", side, "'left' or 'right'")
     number = request.get("truncate_prompt_tokens")
     if number is None:
         return None

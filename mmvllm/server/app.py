@@ -151,6 +151,13 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
             raise missing(response_id)
         return Response(found.response, media_type="application/json")
 
+    @router.post("/{response_id}/cancel", response_model=ResponseObject)
+    async def cancel(response_id: str) -> Response:
+        """Refused: responses are complete when they are stored, since none is made in the background."""
+        if stored.get(response_id) is None:
+            raise missing(response_id)
+        raise ApiError(400, "only a response with background: true can be cancelled", param="response_id")
+
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> DeletedResponse:
         """Delete a stored response."""

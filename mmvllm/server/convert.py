@@ -1,5 +1,6 @@
 """Converts OpenAI requests to requests and sampling parameters of the engine."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.image import LOW_TOKENS, ImageProcessorConfig
 from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
+from mmvllm.server.embedding_response import VectorEncoding
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
     CallOfHistory,
@@ -249,14 +251,16 @@ def pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
     return params
 
 
-def encoding_of(body: EmbeddingRequest) -> str | None:
-    """numpy's name of the dtype of vectors in base64; None for lists of numbers."""
+def encoding_of(body: EmbeddingRequest) -> VectorEncoding | None:
+    """How vectors are written in base64; None for lists of numbers."""
     in_base64 = body.encoding_format == "base64"
     for name in ("embed_dtype", "endianness"):
         if getattr(body, name) is not None and not in_base64:
             raise ApiError(400, f'{name} is of values in base64; give encoding_format "base64", too', param=name)
-    order = {"native": "=", "big": ">"}.get(body.endianness, "<")
-    return f"{order}{'f2' if body.embed_dtype == 'float16' else 'f4'}" if in_base64 else None
+    if not in_base64:
+        return None
+    big_endian = sys.byteorder == "big" if body.endianness == "native" else body.endianness == "big"
+    return VectorEncoding(body.embed_dtype or "float32", big_endian)
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
@@ -307,6 +311,8 @@ def _params(
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
+    if body.logprob_token_ids:
+        logprobs = 0  # in place of the most likely tokens, as in vLLM
     _set_beam_width(given, body.use_beam_search)
     if "beam_width" in given and own:  # beam search reads no prompts
         if logprobs is not None:

@@ -4,8 +4,10 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from mmvllm.outputs import Delta
 from mmvllm.server.errors import ApiError
@@ -15,23 +17,39 @@ from mmvllm.server.responses import EmbeddingList, Usage
 MAX_NUMBERS = 2**22  # of all vectors of a response; as JSON, 80 MB
 
 
+@dataclass(frozen=True, slots=True)
+class VectorEncoding:
+    """The values of a vector as bytes: "float32", "float16" or "bfloat16"."""
+
+    dtype: str
+    is_big_endian: bool
+
+    def bytes_of(self, vector: np.ndarray) -> bytes:
+        """The bytes of a float32 vector."""
+        if self.dtype == "bfloat16":  # which numpy does not have
+            bits = torch.from_numpy(vector).bfloat16().view(torch.int16).numpy()
+        else:
+            bits = vector.astype(self.dtype)
+        return bits.astype(bits.dtype.newbyteorder(">" if self.is_big_endian else "<")).tobytes()
+
+
 class EmbeddingResponseBuilder:
     """Responses of /v1/embeddings, which are not streamed.
 
     Args:
         prompt_field: of the request.
-        dtype: vectors are the bytes of values of this dtype, in base64; None: lists of numbers.
+        encoding: of vectors in base64; None: lists of numbers.
     """
 
-    def __init__(self, model: str, prompt_field: str, dtype: str | None):
+    def __init__(self, model: str, prompt_field: str, encoding: VectorEncoding | None):
         self.id, self.model, self.prompt_field = f"embd-{uuid.uuid4().hex}", model, prompt_field
-        self._dtype, self.num_values = dtype, 0
+        self._encoding, self.num_values = encoding, 0
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
         """Add the numbers of a vector to `num_values`; raises ApiError above `MAX_NUMBERS` that are not in base64."""
         if delta.output is not None:
             self.num_values += delta.output.embedding.size
-            if self.num_values > MAX_NUMBERS and self._dtype is None:
+            if self.num_values > MAX_NUMBERS and self._encoding is None:
                 message = f"vectors of more than {MAX_NUMBERS} numbers are not put into a response"
                 message = f'{message}; give fewer inputs, or encoding_format "base64"'
                 raise ApiError(400, message, param=self.prompt_field)
@@ -47,6 +65,4 @@ class EmbeddingResponseBuilder:
         )
 
     def _encoded(self, vector: np.ndarray) -> str | list[float]:
-        if self._dtype is None:
-            return vector.tolist()
-        return base64.b64encode(vector.astype(self._dtype).tobytes()).decode()
+        return vector.tolist() if self._encoding is None else base64.b64encode(self._encoding.bytes_of(vector)).decode()

@@ -214,7 +214,7 @@ class JobFactory:
         self._check_trusted(body)
         _check_chat_fields(body)
         prompts = convert.prompts_of(body)
-        requests = self._requests("input", prompts, body.truncate_prompt_tokens, keys)
+        requests = self._requests("input", prompts, body, keys)
         described = partial(described_prompts, prompts)
         return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
 
@@ -255,7 +255,7 @@ class JobFactory:
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
         room = max(1, params.max_tokens) if params.max_tokens < self._engine.max_model_len else 1
-        requests = self._requests("prompt", prompts, body.truncate_prompt_tokens, keys, room)
+        requests = self._requests("prompt", prompts, body, keys, room)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
@@ -287,16 +287,20 @@ class JobFactory:
         self,
         param: str,
         prompts: list[str | list[int]],
-        truncation: int | None,
+        body: CompletionRequest | EmbeddingRequest,
         keys: dict[str, Any],
         room: int = 1,
     ) -> list[Request]:
         """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
+        most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
         if truncation is None:
             self._check_lengths(param, prompts)
+        elif truncation > most:
+            message = f"truncate_prompt_tokens must be at most max_model_len, {most}, got {truncation}"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
         else:
-            fitting = max(1, self._engine.max_model_len - room)
-            keys = keys | {"truncate_prompt_tokens": fitting if truncation < 0 else truncation}
+            keys = keys | {"truncate_prompt_tokens": max(1, most - room) if truncation < 0 else truncation}
+            keys["truncation_side"] = body.truncation_side or "left"
         return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def _check_trusted(self, body: ChatPrompt) -> None:

@@ -65,7 +65,9 @@ def _check_bias_keys(value: Any) -> Any:
 TokenLimit = Annotated[int, Field(lt=INT64), AfterValidator(_check_token_limit)]
 Priority = Annotated[int, Field(gt=-INT64, lt=INT64)]
 PRIORITY = "Lower numbers run first; other than 0 only if the server has --scheduling-policy priority."
-TRUNCATION = "The number of tokens at the end of each prompt to keep; -1: as many as fit beside max_tokens."
+TRUNCATION = "The number of tokens of each prompt to keep; -1: as many as fit beside max_tokens."
+TruncationSide = Literal["left", "right"]
+TruncatedAt = Field(None, description="left (default) keeps the end of a prompt, right its beginning.")
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
@@ -185,7 +187,7 @@ class SamplingRequest(StructuredFields):
         None, description='End choices that repeat themselves, with finish_reason "repetition".'
     )
     logprob_token_ids: LogprobTokenIds | None = Field(
-        None, description="With logprobs: tokens whose log-probabilities are shown beside each token."
+        None, description="With logprobs: tokens whose log-probabilities are shown, in place of the most likely ones."
     )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Most likely tokens shown for each token of the prompt; not streamed."
@@ -334,6 +336,7 @@ class CompletionRequest(SamplingRequest):
         "leaves for the completion.",
     )
     truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
+    truncation_side: TruncationSide | None = TruncatedAt
     echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
@@ -363,13 +366,14 @@ class EmbeddingRequest(ChatPrompt):
     )
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
     use_activation: bool | None = Field(None, description="Another name of normalize, which wins.")
-    embed_dtype: Literal["float32", "float16"] | None = Field(None, description="Of the values in base64.")
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="Of the values in base64.")
     endianness: Literal["native", "little", "big"] | None = Field(None, description="Of the values in base64.")
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None
     priority: Priority | None = Field(None, description=PRIORITY)
     truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
+    truncation_side: TruncationSide | None = TruncatedAt
 
 
 MAX_NAME, MAX_PATH = 256, 4096  # characters

@@ -4,6 +4,7 @@ import base64
 
 import numpy as np
 import pytest
+import torch
 
 from mmvllm import LLM
 from tests.helpers.requests import ask
@@ -60,6 +61,15 @@ def test_vectors_in_base64_have_the_dtype_that_is_asked_for(keys, dtype, app):
     (one,) = embed(app, input="Hello", encoding_format="base64", **keys)["data"]
     got = np.frombuffer(base64.b64decode(one["embedding"]), dtype)
     assert np.array_equal(got, want[0].astype(dtype))
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_vectors_in_base64_may_be_bfloat16(order, app):
+    want = torch.from_numpy(vectors(embed(app, input="Hello"))[0]).bfloat16()
+    keys = {"encoding_format": "base64", "embed_dtype": "bfloat16", "endianness": order}
+    (one,) = embed(app, input="Hello", **keys)["data"]
+    bits = np.frombuffer(base64.b64decode(one["embedding"]), "<i2" if order == "little" else ">i2")
+    assert np.array_equal(bits, want.view(torch.int16).numpy())
 
 
 def test_the_length_of_vectors_has_two_names(app):

@@ -52,10 +52,11 @@ def test_a_token_that_the_vocabulary_does_not_have_is_refused(shared_llm):
         shared_llm.generate("a", SamplingParams(logprob_token_ids=[5000]), use_tqdm=False)
 
 
+@pytest.mark.parametrize("keys", [{}, {"top_logprobs": 5}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_shows_them_beside_each_token(stream, app, engine):
+def test_a_chat_shows_them_in_place_of_the_most_likely_tokens(stream, keys, app, engine):
     body = chat("Is it red?", max_tokens=3, ignore_eos=True, temperature=0, return_tokens_as_token_ids=True)
-    body |= {"logprobs": True, "logprob_token_ids": IDS, "stream": stream}
+    body |= {"logprobs": True, "logprob_token_ids": IDS, "stream": stream} | keys
     answer = call(app, "POST", CHAT, json=body)
     assert answer.status_code == 200, answer.text
     content = answer.json()["choices"][0]["logprobs"]["content"] if not stream else _streamed(answer.text)
@@ -71,8 +72,9 @@ def _streamed(text: str) -> list[dict]:
     return [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
 
 
-def test_a_completion_shows_them_by_their_texts(app, engine):
-    body = completion(max_tokens=2, ignore_eos=True, temperature=0, logprobs=0, logprob_token_ids=IDS)
+@pytest.mark.parametrize("logprobs", [0, 5])
+def test_a_completion_shows_them_by_their_texts(logprobs, app, engine):
+    body = completion(max_tokens=2, ignore_eos=True, temperature=0, logprobs=logprobs, logprob_token_ids=IDS)
     answer = call(app, "POST", COMPLETIONS, json=body | {"return_tokens_as_token_ids": True})
     shown = answer.json()["choices"][0]["logprobs"]
     for token, top in zip(shown["tokens"], shown["top_logprobs"], strict=True):

@@ -27,13 +27,17 @@ def prompts_kept(app, prompt, **keys) -> list[list[int]]:
     return kept
 
 
-@pytest.mark.parametrize("number", [1, 2, 7, 100, 10**6, -1])
+@pytest.mark.parametrize("number", [1, 2, 7, 100, 2048, -1])
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_the_last_tokens_of_each_prompt_are_kept(number, as_ids, app, engine):
     texts = [text_of(num_words) for num_words in (3, 30)]
     tokens = [engine.tokenizer.encode(text) for text in texts]
     want = [ids if number < 0 else ids[-number:] for ids in tokens]
-    assert prompts_kept(app, tokens if as_ids else texts, truncate_prompt_tokens=number) == want
+    first = [ids if number < 0 else ids[:number] for ids in tokens]
+    given = tokens if as_ids else texts
+    assert prompts_kept(app, given, truncate_prompt_tokens=number) == want
+    assert prompts_kept(app, given, truncate_prompt_tokens=number, truncation_side="left") == want
+    assert prompts_kept(app, given, truncate_prompt_tokens=number, truncation_side="right") == first
     assert prompts_kept(app, tokens[1] if as_ids else texts[1], truncate_prompt_tokens=number) == want[1:]
 
 
@@ -46,12 +50,20 @@ def test_a_prompt_of_any_length_is_cut_to_what_fits_beside_the_completion(max_to
 
 
 def test_a_prompt_that_is_still_too_long_is_refused(app):
-    body = completion(prompt=text_of(200_000), truncate_prompt_tokens=10**6)
+    body = completion(prompt=text_of(200_000), truncate_prompt_tokens=2048)
     answer = call(app, "POST", COMPLETIONS, json=body)
     assert answer.status_code == 400 and "maximum context length is 2048 tokens" in answer.text
 
 
-@pytest.mark.parametrize(("number", "num_words"), [(1, 30), (7, 20_000), (10**6, 30), (-1, 30), (-1, 20_000)])
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, completion()), (EMBEDDINGS, {"model": "bundled", "input": "a"})]
+)
+def test_more_tokens_than_the_context_has_are_refused(path, body, app):
+    answer = call(app, "POST", path, json=body | {"truncate_prompt_tokens": 2049})
+    assert answer.status_code == 400 and "must be at most max_model_len, 2048, got 2049" in answer.text
+
+
+@pytest.mark.parametrize(("number", "num_words"), [(1, 30), (7, 20_000), (2048, 30), (-1, 30), (-1, 20_000)])
 def test_an_input_of_embeddings_is_cut(number, num_words, app, engine):
     text = text_of(num_words)
     tokens = engine.tokenizer.encode(text)[-(2047 if number < 0 else number) :]
@@ -64,12 +76,13 @@ def test_an_input_of_embeddings_is_cut(number, num_words, app, engine):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 50])
-def test_the_tail_of_a_text_has_the_last_tokens_of_the_text(num_tokens, engine):
+def test_a_cut_text_has_the_tokens_of_the_side_that_is_kept(num_tokens, engine):
     limit = LengthLimit.of(engine.tokenizer, 2048)
     for num_words in range(40, 400, 7):
         text = text_of(num_words)
-        tail = engine.tokenizer.encode(limit.tail(text, num_tokens))
-        assert tail[-num_tokens:] == engine.tokenizer.encode(text)[-num_tokens:]
+        tokens, tail = (engine.tokenizer.encode(one) for one in (text, limit.cut(text, num_tokens, "left")))
+        assert tail[-num_tokens:] == tokens[-num_tokens:]
+        assert engine.tokenizer.encode(limit.cut(text, num_tokens, "right"))[:num_tokens] == tokens[:num_tokens]
 
 
 @pytest.mark.parametrize("value", [0, -1, -5, True, 1.5, "7", [1]])
