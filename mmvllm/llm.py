@@ -49,7 +49,7 @@ from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.requests import PROMPT_KEYS
 from mmvllm.sampling_params import BeamSearchParams, SamplingParams
 from mmvllm.scoring import ContinuationReader, ScoringRun
-from mmvllm.text import counted
+from mmvllm.text import counted, shown
 from mmvllm.tracing import check_endpoint, make_tracer
 
 TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
@@ -152,8 +152,8 @@ class LLM:
 
         A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
         `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
-        adapter of all, or a list with one per prompt; `priority` has one number per prompt, of which lower ones begin
-        first. `use_tqdm` is whether there is a progress bar: None, the default
+        adapter of all, or a list with one per prompt. `priority` has one number per prompt; lower numbers begin first.
+        `use_tqdm` is whether there is a progress bar: None, the default
         of most methods, shows one on a terminal and in a notebook.
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
@@ -340,7 +340,7 @@ class LLM:
     ) -> list[EmbeddingOutput]:
         """Vectors of prompts, by the name of vLLM's method: `embed` with its defaults. Other tasks are refused."""
         if pooling_task != "embed":
-            raise ParameterError("pooling_task", pooling_task, "'embed', which this engine does alone")
+            raise ParameterError("pooling_task", pooling_task, "'embed', the only task of this engine")
         return self.embed(prompts, use_tqdm=use_tqdm)
 
     def score(
@@ -583,9 +583,7 @@ def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:
     if lora_request is None:
         return requests
     adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(requests)
-    if len(adapters) != len(requests):
-        number = counted(len(requests), "request")
-        raise RequestError(f"{len(adapters)} lora_request were given for {number}; give one each", param="lora_request")
+    _check_one_each("lora_request", adapters, len(requests), "request")
     pairs = zip(map(as_request, requests), adapters, strict=True)
     return [_with_adapter(request, adapter) for request, adapter in pairs]
 
@@ -595,13 +593,18 @@ def _with_adapter(request: Any, adapter: Any) -> Any:
     return {**request, "lora_request": adapter} if is_lacking and adapter is not None else request
 
 
+def _check_one_each(name: str, values: Any, number: int, noun: str) -> None:
+    if not isinstance(values, list | tuple) or len(values) != number:
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
+        required = f"must be a list with one value for each of {counted(number, noun)}"
+        raise RequestError(f"{name} {required}, got {got}", param=name)
+
+
 def _with_priorities(prompts: list[Request], priorities: list[int] | None) -> list[Request]:
     """Prompts with these priorities; raises RequestError for another number of them."""
     if priorities is None:
         return prompts
-    if len(priorities) != len(prompts):
-        number = counted(len(prompts), "prompt")
-        raise RequestError(f"{len(priorities)} priority were given for {number}; give one each", param="priority")
+    _check_one_each("priority", priorities, len(prompts), "prompt")
     return [as_request(prompt) | {"priority": own} for prompt, own in zip(prompts, priorities, strict=True)]
 
 

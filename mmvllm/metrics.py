@@ -48,7 +48,7 @@ class Gauge(Metric):
 
 
 class Counter(Metric):
-    """A total since the engine was made."""
+    """A total since the engine was first loaded; sleeping does not reset it."""
 
 
 def read_metrics(stats: EngineStats, labels: dict[str, str]) -> list[Metric]:

@@ -172,7 +172,9 @@ class SamplingParams:
         self._flag("ignore_eos")
         self._flag("detokenize")
         if self.stop and not self.detokenize:
-            raise RequestError("stop needs the text, which detokenize=False leaves out", param="detokenize")
+            raise RequestError(
+                "stop needs the text, which detokenize=False leaves out; give one of them", param="detokenize"
+            )
         if not isinstance(self.extra_args, Mapping | None):
             raise ParameterError("extra_args", self.extra_args, "a dict or None")
         self._flag("stop_on_repetition")

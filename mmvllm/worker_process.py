@@ -82,7 +82,7 @@ def _become_worker(engine_env: dict[str, str] | None) -> None:
         return
     follow_parent()
     logging.getLogger().addHandler(_LogOfParent(None))
-    warnings.simplefilter("ignore")  # Pillow's have values of the image, so that each would be shown
+    warnings.simplefilter("ignore")  # Pillow's have values of the image, so that Python would show each of them
     os.environ.update(ONE_THREAD)
     if hasattr(os, "nice"):
         os.nice(NICENESS)

@@ -85,7 +85,7 @@ class Processor:
         check_takes_media(parsed, self.rules)
         if parsed.videos and self.video_processor is None:
             raise RequestError("this processor was made without a video_processor, it cannot take videos")
-        if parsed.truncate_prompt_tokens is not None and (parsed.images or parsed.videos):
+        if parsed.truncation is not None and (parsed.images or parsed.videos):
             raise RequestError(
                 "truncate_prompt_tokens cannot be used with images and videos, whose placeholders it would cut off",
                 param="truncate_prompt_tokens",
@@ -102,18 +102,17 @@ class Processor:
             text, marked = self._rendered(parsed)
         with self._lock:
             token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
-            if parsed.truncate_prompt_tokens is not None:
-                number = parsed.truncate_prompt_tokens
-                token_ids = token_ids[:number] if parsed.truncation_side == "right" else token_ids[-number:]
+            if parsed.truncation is not None:
+                token_ids = parsed.truncation.cut(token_ids, parsed.truncation.num_tokens)
             if self.rules is None:
                 return EngineInput(token_ids, text=text)
             made = place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
             return replace(made, text=text)
 
     def _rendered(self, parsed: ParsedRequest) -> tuple[str, str | None]:
-        if parsed.truncate_prompt_tokens is None or self._length_limit is None:
+        if parsed.truncation is None or self._length_limit is None:
             return rendered(parsed, self.chat_template, self._special_tokens, self._length_limit)
-        text = self._length_limit.cut(parsed.text, parsed.truncate_prompt_tokens, parsed.truncation_side)
+        text = self._length_limit.cut(parsed.text, parsed.truncation)
         return rendered(parsed._replace(text=text), self.chat_template, self._special_tokens)
 
     def _tokenized(self, text: str, marked: str | None) -> list[int]:

@@ -63,8 +63,8 @@ class ForeignProcessor:
         load = load or self.load
         parsed = parse_request(request)
         check_takes_media(parsed, self.rules)
-        for name in ("jpeg_draft", "truncate_prompt_tokens"):
-            if getattr(parsed, name):
+        for name, value in {"jpeg_draft": parsed.jpeg_draft, "truncate_prompt_tokens": parsed.truncation}.items():
+            if value:
                 raise RequestError(f"{name} cannot be used with a processor of your own", param=name)
         given = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         images = [image for image, _ in given]

@@ -2,9 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmvllm.errors import PromptTooLong
+
+
+class Truncation(NamedTuple):
+    """How many tokens of a prompt are kept: its last ones if the side that is cut is "left", else its first."""
+
+    num_tokens: int
+    side: str = "left"
+
+    def cut(self, content: Any, length: int) -> Any:
+        """The part of a text or a list that is kept, of this length."""
+        return content[:length] if self.side == "right" else content[-length:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +29,10 @@ class LengthLimit:
     def of(cls, tokenizer: Any, max_model_len: int) -> "LengthLimit":
         return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
 
-    def cut(self, text: str, num_tokens: int, side: str) -> str:
-        """Cut a text at one side, so that it still has more than this many tokens, or too many, or is whole."""
-        length = (min(num_tokens, self.max_model_len) + 1) * self.max_token_length
-        return text[:length] if side == "right" else text[-length:]
+    def cut(self, text: str, truncation: Truncation) -> str:
+        """Cut a text, so that it still has more tokens than are kept, or too many, or is whole."""
+        num_tokens = min(truncation.num_tokens, self.max_model_len) + 1
+        return truncation.cut(text, num_tokens * self.max_token_length)
 
     def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0) -> None:
         """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no room for a completion."""

@@ -29,14 +29,14 @@ from mmvllm.text import with_article
 MAX_SOURCE_PIXELS = 178_956_970
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
+MAX_ESCAPED = 1_000_000  # characters of a data URI without base64, which take up to 80 times as much memory
+MAX_SHORT_NAME = 100  # characters; what is longer and looks like base64 may be meant as such
 
-MAX_QUOTED = 1_000_000  # characters of a data URI that is not base64
-
-# What is quoted in base64 by those who quote all of a URI.
-_QUOTED = {
-    quoted: chr(int(quoted[1:], 16))
+# Of clients that escape the whole URI. They are replaced one by one: `unquote_to_bytes` takes up to 80 times the size.
+_ESCAPES = {
+    escape: chr(int(escape[1:], 16))
     for code in ("%2B", "%2F", "%3D", "%0A", "%0D", "%20")
-    for quoted in (code, code.lower())
+    for escape in (code, code.lower())
 }
 _BASE64 = re.compile(r"[0-9A-Za-z+/_\s-]+={0,2}")
 _WHITESPACE = string.whitespace.encode()
@@ -70,9 +70,9 @@ def load_image(
             external programs).
         reserve: called with the bytes that decoding takes, before it begins; returns a context manager that waits until
             there is room for them. By default images of the whole process share `DECODING`.
-        check: called with an encoded image before it is decoded; what it raises ends this.
+        check: called with an encoded image before it is decoded.
 
-    Raises ImageError, a ValueError, which holds no decoded image and no other exception.
+    Raises ImageError, a ValueError, which holds no decoded image and no other exception, or what `check` raises.
     """
     try:
         return _load(source, draft, max_source_pixels, formats, reserve, check)
@@ -216,8 +216,8 @@ def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Itera
 
 
 def _hint_of_base64(path: str, kind: str) -> str:
-    is_base64 = len(path) > 100 and _BASE64.fullmatch(path)
-    return f"; if it is base64, write data:{kind}/...;base64, before it" if is_base64 else ""
+    is_base64 = len(path) > MAX_SHORT_NAME and _BASE64.fullmatch(path)
+    return f"; if it is base64, write data:{kind}/...;base64,<data>" if is_base64 else ""
 
 
 def _download(url: str) -> bytes:
@@ -231,15 +231,15 @@ def decode_data_uri(uri: str, example: str = "image/png", error_class: type[Medi
     header, comma, payload = uri.partition(",")
     if not comma:
         raise error_class("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
-    is_quoted = not header.lower().endswith(";base64")
-    if is_quoted and len(payload) > MAX_QUOTED:
-        reason = f"has {len(payload):,} characters without base64, more than {MAX_QUOTED:,}"
+    is_base64 = header.lower().endswith(";base64")
+    if not is_base64 and len(payload) > MAX_ESCAPED:
+        reason = f"must have at most {MAX_ESCAPED:,} characters without base64, got {len(payload):,}"
         raise error_class("", f"data URI {reason}: {uri[:40]!r}; write data:{example};base64,<data>")
     try:
-        if is_quoted:
-            return urllib.parse.unquote_to_bytes(payload)  # takes up to 80 times the size
-        for quoted, character in _QUOTED.items():
-            payload = payload.replace(quoted, character)
+        if not is_base64:
+            return urllib.parse.unquote_to_bytes(payload)
+        for escape, character in _ESCAPES.items():
+            payload = payload.replace(escape, character)
         data = payload.encode().translate(_STANDARD_BASE64, _WHITESPACE)  # encoders insert line breaks
         return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)  # and leave the padding out
     except ValueError as error:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.beside import with_media
 from mmvllm.processors.chat_template import WITH_PROMPT
+from mmvllm.processors.length_limit import Truncation
 from mmvllm.processors.parts import (
     PROCESSOR_KEYS,
     SOURCE_KEYS,
@@ -46,8 +47,8 @@ class ParsedRequest(NamedTuple):
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
     are arguments for the chat template, `template_options` for `apply_chat_template`; `chat_template` replaces the
-    checkpoint's. `tools` are the functions that the model may call. Of `text` and `token_ids` only
-    `truncate_prompt_tokens` are kept: the last ones, or the first ones where the `truncation_side` is "right".
+    checkpoint's. `tools` are the functions that the model may call. `truncation` says what is kept of `text` or
+    `token_ids`.
     """
 
     messages: list[dict] | None
@@ -63,8 +64,7 @@ class ParsedRequest(NamedTuple):
     chat_template: str | None = None
     tools: Sequence[dict] = ()
     jpeg_draft: bool = False
-    truncate_prompt_tokens: int | None = None
-    truncation_side: str = "left"
+    truncation: Truncation | None = None
 
 
 def parse_request(request: Any) -> ParsedRequest:
@@ -74,7 +74,7 @@ def parse_request(request: Any) -> ParsedRequest:
     check_keys("request", request, REQUEST_KEYS)
     check_numbers(request)
     form, content = _form(request)
-    truncate_prompt_tokens = _truncation(request, form)
+    truncation = _truncation(request, form)
     allow_special_tokens, options = _allows_special_tokens(request, form), _template_options(request)
     template_kwargs, chat_template = check_template_kwargs(request.get("chat_template_kwargs")), _chat_template(request)
     tools = check_tools(request.get("tools"))
@@ -94,8 +94,7 @@ def parse_request(request: Any) -> ParsedRequest:
     images = [image if isinstance(image, dict) else {"image": image} for image in images]
     videos = [video if isinstance(video, dict) else {"video": video} for video in videos]
     images, videos = list(map(image_part, count(), images)), list(map(video_part, count(), videos))
-    keys = {"jpeg_draft": draft, "truncate_prompt_tokens": truncate_prompt_tokens}
-    keys["truncation_side"] = request.get("truncation_side") or "left"
+    keys = {"jpeg_draft": draft, "truncation": truncation}
     parsed = ParsedRequest(None, images, videos, _for_each(videos, kwargs), bounds, **keys)
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
@@ -130,18 +129,20 @@ def _allows_special_tokens(request: dict, form: str) -> bool:
     return bool(allowed)
 
 
-def _truncation(request: dict, form: str) -> int | None:
-    if (side := request.get("truncation_side")) not in (None, "left", "right"):
+def _truncation(request: dict, form: str) -> Truncation | None:
+    number, side = request.get("truncate_prompt_tokens"), request.get("truncation_side")
+    if side not in (None, "left", "right"):
         raise ParameterError("truncation_side", side, "'left' or 'right'")
-    number = request.get("truncate_prompt_tokens")
     if number is None:
+        if side is not None:
+            raise RequestError("truncation_side needs truncate_prompt_tokens; give both", param="truncation_side")
         return None
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ParameterError("truncate_prompt_tokens", number, "an integer of at least 1")
     if form == "messages":
         reason = "truncate_prompt_tokens is for prompts; the beginning of a conversation cannot be cut off"
         raise RequestError(reason, param="truncate_prompt_tokens")
-    return number
+    return Truncation(number, side or "left")
 
 
 def _check_no_template(request: dict, form: str) -> None:

@@ -38,7 +38,8 @@ _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a 
 _TIFF_RATIONALS = (5, 10)
 
 
-_IN_A_FTYP = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # brands that AVIF images have
+_AVIF_STARTS = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # from byte 4; some HEIF has the last two
+_RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
 _PLAIN_PNM = re.compile(rb"P[123]\s")
 _BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of those that may be compressed
@@ -64,19 +65,21 @@ def scan(data: bytes) -> None:
 
 
 def needs_limits(data: bytes) -> bool:
-    """Whether an image may take far more memory or time than its size in pixels says, so that a process with limits
-    must decode it: JPEG 2000 of many tiles, AVIF whose frames are larger than declared or whose EXIF is read when it is
+    """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
+
+    So it is with JPEG 2000 of many tiles, AVIF whose frames are larger than declared or whose EXIF is read when it is
     opened, bitmaps with jumps in their run lengths, and numbers as text between comments.
     """
-    is_avif = data[4:12] in _IN_A_FTYP
+    is_avif = data[4:12] in _AVIF_STARTS
     return is_avif or data.startswith(_JPEG_2000) or _is_run_length_bitmap(data) or bool(_PLAIN_PNM.match(data))
 
 
 def _is_run_length_bitmap(data: bytes) -> bool:
-    header = data[14:] if data.startswith(b"BM") else data[:40]
+    start = 14 if data.startswith(b"BM") else 0
+    header = data[start : start + 20]
     if len(header) < 20 or int.from_bytes(header[:4], "little") not in _BITMAP_HEADER_SIZES:
         return False
-    return int.from_bytes(header[16:20], "little") in (1, 2)
+    return int.from_bytes(header[16:20], "little") in _RUN_LENGTHS
 
 
 def check_opened(image: Image.Image) -> None:

@@ -165,7 +165,7 @@ def test_the_metrics_of_an_llm_are_read(checkpoint):
         llm.abort_request("aborted")
         counts = {
             "prompt_tokens": first.num_prompt_tokens + second.num_prompt_tokens,
-            "generation_tokens": 13,
+            "generation_tokens": 2 * SHORT.max_tokens + 1,
             "prefix_cache_queries": first.num_prompt_tokens + second.num_prompt_tokens,
             "prefix_cache_hits": second.num_cached_tokens,
             "mm_cache_queries": 3,
@@ -198,8 +198,8 @@ def test_engines_are_made_from_arguments(checkpoint):
 
 @async_test
 async def test_an_async_llm_is_made_from_arguments(checkpoint):
-    async with AsyncLLM.from_engine_args(EngineArgs(model=checkpoint, **OPTIONS)) as engine:
-        assert (await engine.embed("Hello")).embedding is not None
+    async with AsyncLLM.from_engine_args(EngineArgs(model=checkpoint, max_num_seqs=3, **OPTIONS)) as engine:
+        assert engine.max_num_seqs == 3 and (await engine.embed("Hello")).embedding is not None
 
 
 def test_sampling_params_are_as_in_vllm():
@@ -230,11 +230,13 @@ def test_tokens_that_are_not_decoded_have_no_text(make_llm, checkpoint, streams)
 
 
 def test_prompts_have_priorities(make_llm, checkpoint):
-    llm, started = make_llm(checkpoint, max_num_seqs=1), []
-    llm.engine.on_finished = lambda group: started.append(group.priority)
+    llm, finished = make_llm(checkpoint, max_num_seqs=1), []
+    llm.engine.on_finished = lambda group: finished.append(group.priority)
     outputs = llm.generate(["a", [5, 6], {"prompt": "b"}], SHORT, priority=[3, 1, 2])
-    assert started == [1, 2, 3] and outputs[1].prompt_token_ids == [5, 6]
-    with pytest.raises(RequestError, match="1 priority were given for 2 prompts; give one each"):
+    assert finished == [1, 2, 3] and outputs[1].prompt_token_ids == [5, 6]
+    with pytest.raises(
+        RequestError, match="priority must be a list with one value for each of 2 prompts, got 1 values"
+    ):
         llm.generate(["a", "b"], SHORT, priority=[1])
 
 

@@ -46,8 +46,9 @@ class ItemLoader:
     """The loader of a process that decodes for a job; `close` ends its worker processes.
 
     Args:
-        timeouts: for what takes too long; an image's thread is then left behind, a video's process is killed.
-        num_workers: maximum number of worker processes, each of which is started when a video needs it.
+        timeouts: for what takes too long; a thread is then left behind, a process is killed.
+        num_workers: maximum number of worker processes, each of which is started when a video, or an image that needs
+            limits, is loaded.
     """
 
     def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
@@ -69,7 +70,7 @@ class ItemLoader:
         try:
             return self.timeouts.load(item, load)
         except _NeedsLimits:
-            pass
+            pass  # goes on below, where the encoded image that the error's frames hold is gone; a URL is fetched again
         return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:

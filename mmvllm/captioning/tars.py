@@ -23,7 +23,7 @@ _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 class _Header(tarfile.TarInfo):
     """A header; those with long names and attributes of the next one, which are read whole, are limited.
 
-    The lists of sparse files, whose members are passed over, are limited or not read.
+    The lists of sparse files, which are skipped, are limited or not read.
     """
 
     @classmethod
@@ -39,7 +39,8 @@ class _Header(tarfile.TarInfo):
         while continues:
             number += 1
             if number > MAX_SPARSE_BLOCKS:
-                raise tarfile.ReadError(f"{self.name} is sparse, with more than {MAX_SPARSE_BLOCKS} blocks of its list")
+                limit = f"the list of a sparse file must have at most {MAX_SPARSE_BLOCKS} blocks"
+                raise tarfile.ReadError(f"{self.name}: {limit}; write the tar without --sparse")
             continues = any(tar.fileobj.read(tarfile.BLOCKSIZE)[504:505])
         tar.fileobj.seek(begin)
         return super()._proc_sparse(tar)

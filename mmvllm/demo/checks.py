@@ -60,7 +60,7 @@ def is_too_long(path: str) -> bool:
 
 
 def has_charset(scope: Scope) -> bool:
-    """Whether a form names the encoding that gradio would decode it with: what some make of it cannot be compared."""
+    """Whether a multipart form names a charset, with which gradio would decode a login, and may then fail."""
     kind, options = parse_options_header(Headers(scope=scope).get("content-type", ""))
     return kind == b"multipart/form-data" and b"charset" in options
 

@@ -41,7 +41,7 @@ MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
 class _NothingKept(set):
-    """A set for paths that gradio would remove if it were told to, which the page does itself."""
+    """Stays empty: gradio would collect the paths of files here to delete them, and the page deletes files itself."""
 
     def add(self, path: str) -> None:
         pass

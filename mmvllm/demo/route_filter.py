@@ -283,22 +283,20 @@ class DemoRouteFilter:
         await PlainTextResponse(NO_ROOM, 507)(scope, receive, send)
 
     async def _with_timeout(self, upload: Incoming, scope: Scope, receive: Receive, send: Send) -> None:
-        begin, num_bytes, has_started = asyncio.get_running_loop().time(), 0, False
+        begin, num_received, has_started = asyncio.get_running_loop().time(), 0, False
 
         async def receive_files() -> Message:
-            nonlocal num_bytes
+            nonlocal num_received
             message = await receive()
             body = message.get("body", b"")
             before = upload.parts.num_files
             upload.parts.add(body)
             if upload.parts.num_files > before and self._uploads.has_too_many_open():
                 raise MultiPartException(NO_ROOM)
-            num_bytes += len(body)
-            if upload.num_reserved < min(num_bytes, upload.num_bytes):
-                upload.reserve(num_bytes)
-                if not await self._uploads.has_room():
-                    raise MultiPartException(NO_ROOM)
-            rest = num_bytes / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
+            num_received += len(body)
+            if upload.reserve(num_received) and not await self._uploads.has_room():
+                raise MultiPartException(NO_ROOM)
+            rest = num_received / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
             if not limit.expired():
                 limit.reschedule(begin + min(FIRST_SECONDS + rest, UPLOAD_SECONDS))
             return message

@@ -32,15 +32,21 @@ STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """An upload that arrives: the bytes that it will have, its files, and the bytes that have a place."""
+    """An upload that is arriving: its announced size, its files, and the bytes that are reserved for it."""
 
     num_bytes: int
     parts: FileParts
     num_reserved: int = 0
 
-    def reserve(self, num_received: int) -> None:
-        """Take a place for the bytes that come next: those of a slow upload must be free for others meanwhile."""
+    def reserve(self, num_received: int) -> bool:
+        """Reserve space for what has arrived and the next `AHEAD_BYTES`, unless it is; return whether more is reserved.
+
+        Slow uploads would fill the folder if the announced size were reserved at once.
+        """
+        if self.num_reserved >= min(self.num_bytes, max(1, num_received)):
+            return False
         self.num_reserved = min(self.num_bytes, num_received + AHEAD_BYTES)
+        return True
 
 
 class Uploads:
@@ -106,7 +112,7 @@ class Uploads:
 
     @contextmanager
     def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[Incoming]:
-        """Reserve space for an incoming upload of this many bytes, whose files are counted when they begin."""
+        """Count an upload as incoming, with space for its first `AHEAD_BYTES`; its files count when they begin."""
         upload = Incoming(num_bytes, parts)
         upload.reserve(0)
         self._incoming.append(upload)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mmvllm.engine.constraints import ConstraintFailed, clear_bits, empty_mask, set_bits
 from mmvllm.engine.detokenizer import special_ids
-from mmvllm.engine.grammar_matcher import UNAMBIGUOUS, compile_grammar, reason_of
+from mmvllm.engine.grammar_matcher import AVOID_AMBIGUITY, compile_grammar, reason_of
 from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
@@ -44,7 +44,7 @@ class GrammarConstraint:
         self._compiler, self._params = compiler, params
         self._compiled, self._is_renewed = compiled, False
         self._matcher, self._num_consumed = compiled.deep_copy(), 0
-        self._num_seconds = 0.0
+        self._seconds = 0.0
         self._mask = empty_mask(compiler.width)
         # A complement matches what llguidance marks control tokens with.
         self._has_complement = params.grammar is not None and has_complement(params.grammar)
@@ -56,11 +56,10 @@ class GrammarConstraint:
         if self._matcher.is_error() and not self._is_renewed and TOO_MANY not in self._matcher.get_error():
             # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
             self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
-            self._matcher, self._num_consumed = self._compiled.deep_copy(), 0
+            self._matcher, self._num_consumed, self._seconds = self._compiled.deep_copy(), 0, 0.0
             self._advance(seq)
         if self._matcher.is_error():
-            reason = f"the grammar of structured failed: {reason_of(self._matcher.get_error())}"
-            raise ConstraintFailed(reason, param="structured")
+            raise _failed(reason_of(self._matcher.get_error()))
         if self._has_complement:
             clear_bits(self._mask, self._compiler.control_token_ids)
             if self._matcher.is_accepting():
@@ -77,13 +76,16 @@ class GrammarConstraint:
             self._num_consumed += 1
         else:
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._num_seconds += time.thread_time() - start
+        self._seconds += time.thread_time() - start
 
     def _check_time(self) -> None:
         most = START_SECONDS + SECONDS_PER_TOKEN * self._num_consumed
-        if self._num_seconds > most and not self._compiler.is_trusting:
-            reason = f"finding its tokens took more than {most:.1f} s; {UNAMBIGUOUS}"
-            raise ConstraintFailed(f"the grammar of structured failed: {reason}", param="structured")
+        if self._seconds > most and not self._compiler.is_trusting:
+            raise _failed(f"finding its tokens took more than {most:.1f} s; {AVOID_AMBIGUITY}")
+
+
+def _failed(reason: str) -> ConstraintFailed:
+    return ConstraintFailed(f"the grammar of structured failed: {reason}", param="structured")
 
 
 class GrammarCompiler:
@@ -114,7 +116,10 @@ class GrammarCompiler:
         return self._ll_tokenizer.vocab_size
 
     def distrust(self) -> None:
-        """From now on, have `check` compile each grammar in a process with limits first; `close` ends the process."""
+        """From now on, limit what grammars take; `close` ends the process that this needs.
+
+        `check` compiles each in a process with limits first, and completions end whose masks take too long.
+        """
         self.is_trusting = False
 
     def close(self) -> None:

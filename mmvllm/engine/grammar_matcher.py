@@ -1,6 +1,7 @@
 """Compiles grammars with llguidance. Without torch, so that a process for grammars starts quickly and stays small."""
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -28,9 +29,7 @@ MAX_FOLLOWED = 200
 ESCAPES = '"\\bfnrt'
 # Between tokens of JSON by default: small models fill a completion with white space where more may follow.
 WHITESPACE = r"[ \n]"
-
-
-UNAMBIGUOUS = "simplify what can be read in several ways"
+AVOID_AMBIGUITY = "simplify what can be read in several ways"
 
 
 class TakesLonger(Exception):
@@ -41,12 +40,12 @@ def compile_grammar(
     tokenizer: "LLTokenizer",
     eos_token_ids: Sequence[int],
     params: StructuredOutputsParams,
-    most_seconds: float | None = None,
+    max_seconds: float = math.inf,
 ) -> "LLMatcher":
     """A matcher at the beginning of a text; raises RequestError with the keyword or place that cannot be enforced.
 
     Args:
-        most_seconds: CPU time in which the first two tokens of a text must be found.
+        max_seconds: CPU time that the first two masks of a text may take, once the lexer has its states.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -58,24 +57,26 @@ def compile_grammar(
     limits = LLParserLimits(**LIMITS, max_items_in_row=MAX_FOLLOWED if may_be_ambiguous else None)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for _ in range(2):  # what the first takes is kept for all sequences, and may leave too little for others
-        first, start = matcher.deep_copy(), time.thread_time()
-        _try(first, tokenizer.vocab_size, eos_token_ids)
+        first = matcher.deep_copy()
+        seconds = _try(first, tokenizer.vocab_size, eos_token_ids)
         for one in (matcher, first):  # the copy fails where no text can be the beginning
             if one.is_error():
                 raise refused(params, one.get_error())
-    if most_seconds is not None and time.thread_time() - start > most_seconds:
-        raise refused(params, f"finding its first tokens takes more than {most_seconds:g} s; {UNAMBIGUOUS}")
+    if seconds > max_seconds:
+        raise refused(params, f"finding its first tokens takes more than {max_seconds:g} s; {AVOID_AMBIGUITY}")
     return matcher
 
 
-def _try(matcher: "LLMatcher", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    """Find out what may be first, which takes longest, and what may follow one of these tokens."""
+def _try(matcher: "LLMatcher", vocab_size: int, eos_token_ids: Sequence[int]) -> float:
+    """Find out what may be first, which takes longest, and what may follow one of these tokens; return the CPU time."""
+    start = time.thread_time()
     mask = np.empty(-(-vocab_size // 32), np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
     allowed[eos_token_ids] = 0
     if allowed.any() and matcher.consume_token(int(allowed.argmax())):
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return time.thread_time() - start
 
 
 def _grammar(matcher: type["LLMatcher"], params: StructuredOutputsParams) -> str:

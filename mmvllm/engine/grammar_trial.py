@@ -22,7 +22,7 @@ from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
 NUM_PROCESSES = 3
 # CPU time. Grammars that people write take up to 0.05 s; those that take longer are tried apart from the others.
 QUICK_SECONDS, MOST_SECONDS = 0.1, 2.0
-MOST_MASK_SECONDS = 0.05  # other requests of a step wait for its masks
+MAX_MASK_SECONDS = 0.05  # other requests of a step wait for its masks
 WALL_SECONDS = 30.0  # the engine has priority
 MAX_BYTES = 128 * MiB  # grammars that people write take up to 10 MiB
 DEFAULT_STACK_BYTES = 2 * MiB  # of a thread, where the stack of a process has no limit
@@ -117,7 +117,7 @@ def _compile_and_exit(params: StructuredOutputsParams, seconds: float, writer: i
         refusal = None
         try:
             with memory_limit(MAX_BYTES):
-                compile_grammar(_tokenizer, _eos_token_ids, params, MOST_MASK_SECONDS)
+                compile_grammar(_tokenizer, _eos_token_ids, params, MAX_MASK_SECONDS)
         except RequestError as error:
             refusal = str(error), error.param
         os.write(writer, json.dumps(refusal).encode())

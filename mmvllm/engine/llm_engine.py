@@ -324,9 +324,7 @@ class LLMEngine:
             outputs = [self._finish(group) for group in finished]
             self._report(launched)
             self._drop_ahead_if_idle()
-        self._meter.add_output_tokens(self.output_processor.num_tokens - num_tokens)
-        for output in outputs:
-            self._meter.add_finished(output)
+        self._meter.add_outputs(outputs, self.output_processor.num_tokens - num_tokens)
         return outputs, launched.scheduled.num_tokens
 
     def _launch_ahead(self) -> Launched | None:

@@ -199,7 +199,7 @@ class Scheduler:
                 return
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.time()
-                if seq is self.groups[seq.request_id].first_seq:
+                if seq is self.groups[seq.request_id].first_seq:  # others of the group have the same images
                     step.num_new_images += len(seq.items)
             if seq.num_preemptions == 0 and seq.num_completion_tokens == 0:
                 seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size

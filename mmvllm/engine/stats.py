@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from mmvllm.engine.schedule import Schedule
@@ -107,22 +108,20 @@ class Meter:
         self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._images = self._encoded_images = 0
 
-    def add_finished(self, output: RequestOutput) -> None:
-        with self._lock:
-            self._finished += 1
-            self._prompt_tokens += output.num_prompt_tokens
-            self._cached_tokens += output.num_cached_tokens
-
     def add_step(self, step: StepStats) -> None:
         with self._lock:
             self._images += step.num_new_images
             self._encoded_images += step.num_images
             self._recent_prompt_tokens.add(step.num_prefill_tokens)
 
-    def add_output_tokens(self, count: int) -> None:
+    def add_outputs(self, outputs: Sequence[RequestOutput], num_tokens: int) -> None:
+        """Count requests that have finished in a step, and the tokens that all requests got in it."""
         with self._lock:
-            self._output_tokens += count
-            self._recent_output_tokens.add(count)
+            self._finished += len(outputs)
+            self._prompt_tokens += sum(output.num_prompt_tokens for output in outputs)
+            self._cached_tokens += sum(output.num_cached_tokens for output in outputs)
+            self._output_tokens += num_tokens
+            self._recent_output_tokens.add(num_tokens)
 
     def stats(self, scheduler: Scheduler, num_preparing: int) -> EngineStats:
         blocks = scheduler.block_manager  # only counts are read, which another thread may change meanwhile

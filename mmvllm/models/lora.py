@@ -24,7 +24,7 @@ from mmvllm.patterns import Matching, PatternError
 from mmvllm.text import load_json, shown, some_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_NAME = 500  # characters of a tensor's
+MAX_NAME = 500  # characters of a tensor's name; its parts are compared in the square of their number
 MAX_DIMENSIONS = 5  # of the kernel of a convolution in space and time
 LARGEST = torch.finfo(torch.float32).max
 MATCHING_SECONDS = 5.0  # of all expressions of an adapter
@@ -129,8 +129,8 @@ def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
         loaded = {} if any(rank > MAX_DIMENSIONS for rank in ranks.values()) else load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if any(len(name) > MAX_NAME for name in ranks):
-        raise ValueError(f"{path} has names of tensors with more than {MAX_NAME} characters")
+    if (longest := max(map(len, ranks), default=0)) > MAX_NAME:
+        raise ValueError(f"{path}: names of tensors must have at most {MAX_NAME} characters, got {longest}")
     if many := [name for name, rank in ranks.items() if rank > MAX_DIMENSIONS]:
         raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {some_of(many)}")
     matches = {name: _TENSOR.fullmatch(name) for name in loaded}

@@ -1,10 +1,9 @@
 """Checkpoint folder -> model: safetensors through memory maps, or random weights; a rank reads its part of each."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import torch
@@ -62,11 +61,11 @@ def load_model(
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
     prepare(model)
     _check_merges(model, pairs)
-    files = [] if load_format == "dummy" else weight_files(folder)
     if load_format == "dummy":
         _fill_randomly(Places(model, device), seed, pairs)
     else:
-        most_values = 8 * sum(path.stat().st_size for path in files)
+        files = weight_files(folder)
+        most_values = 8 * sum(path.stat().st_size for path in files)  # no format stores a value in less than one bit
         _fill(Places(model, device, most_values), files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
     return model
@@ -76,10 +75,10 @@ class Places:
     """Where the tensors of a checkpoint belong; modules are allocated and converted as they are filled.
 
     Args:
-        most_values: that a module may have; raises ValueError for one that has more, before it takes memory.
+        most_values: the most values of one module; ValueError is raised for a larger one, before it takes memory.
     """
 
-    def __init__(self, model: Model, device: torch.device, most_values: float = math.inf):
+    def __init__(self, model: Model, device: torch.device, most_values: float = inf):
         self.model, self.device, self._most_values = model, device, most_values
         self._views: dict[Target, CheckpointView] = {}
         self._missing: dict[str, set[Target]] = {}  # of each module
@@ -125,8 +124,9 @@ class Places:
         self._allocated.add(name)
         module = self.model.get_submodule(name)
         num_values = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if num_values > self._most_values and self.device.type != "meta":
-            raise ValueError(f"config.json says that {name} has {num_values:,} values, more than the weights have")
+        if num_values > self._most_values and self.device.type != "meta":  # where nothing takes memory
+            found = f"config.json says that {name} has {num_values:,} values"
+            raise ValueError(f"{found}, more than the files of weights can have; download both again")
         module = module.to_empty(device=self.device, recurse=False)
         views = list(_views_of(name, module))
         self._views |= {(view.parameter, view.part): view for view in views}

@@ -156,7 +156,9 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
         """Refused: responses are complete when they are stored, since none is made in the background."""
         if stored.get(response_id) is None:
             raise missing(response_id)
-        raise ApiError(400, "only a response with background: true can be cancelled", param="response_id")
+        raise ApiError(
+            400, f"{response_id} is complete and cannot be cancelled; DELETE removes it", param="response_id"
+        )
 
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> DeletedResponse:

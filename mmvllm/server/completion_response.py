@@ -113,7 +113,7 @@ class CompletionResponse(Response):
             if not has_started:  # only now, so that an error before the first delta still determines the status
                 has_started = True
                 if job.repeats_usage:
-                    usage = {"usage": running.begin(index, delta)}
+                    usage = {"usage": running.count_prompt(index, delta)}
                 for chunk in job.builder.first_chunks(job.num_choices, delta):
                     await events.data(chunk | usage)
             if job.repeats_usage:

@@ -1,6 +1,5 @@
 """Converts OpenAI requests to requests and sampling parameters of the engine."""
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -257,10 +256,7 @@ def encoding_of(body: EmbeddingRequest) -> VectorEncoding | None:
     for name in ("embed_dtype", "endianness"):
         if getattr(body, name) is not None and not in_base64:
             raise ApiError(400, f'{name} is of values in base64; give encoding_format "base64", too', param=name)
-    if not in_base64:
-        return None
-    big_endian = sys.byteorder == "big" if body.endianness == "native" else body.endianness == "big"
-    return VectorEncoding(body.embed_dtype or "float32", big_endian)
+    return VectorEncoding(body.embed_dtype or "float32", body.endianness or "little") if in_base64 else None
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:

@@ -19,10 +19,15 @@ MAX_NUMBERS = 2**22  # of all vectors of a response; as JSON, 80 MB
 
 @dataclass(frozen=True, slots=True)
 class VectorEncoding:
-    """The values of a vector as bytes: "float32", "float16" or "bfloat16"."""
+    """How the values of a vector are written as bytes.
+
+    Args:
+        dtype: "float32", "float16" or "bfloat16".
+        byte_order: "little", "big" or "native".
+    """
 
     dtype: str
-    is_big_endian: bool
+    byte_order: str
 
     def bytes_of(self, vector: np.ndarray) -> bytes:
         """The bytes of a float32 vector."""
@@ -30,7 +35,7 @@ class VectorEncoding:
             bits = torch.from_numpy(vector).bfloat16().view(torch.int16).numpy()
         else:
             bits = vector.astype(self.dtype)
-        return bits.astype(bits.dtype.newbyteorder(">" if self.is_big_endian else "<")).tobytes()
+        return bits.astype(bits.dtype.newbyteorder(self.byte_order)).tobytes()
 
 
 class EmbeddingResponseBuilder:

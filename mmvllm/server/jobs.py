@@ -300,7 +300,7 @@ class JobFactory:
             raise ApiError(400, message, param="truncate_prompt_tokens")
         else:
             keys = keys | {"truncate_prompt_tokens": max(1, most - room) if truncation < 0 else truncation}
-            keys["truncation_side"] = body.truncation_side or "left"
+            keys["truncation_side"] = body.truncation_side
         return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def _check_trusted(self, body: ChatPrompt) -> None:

@@ -32,7 +32,7 @@ class ServedModels:
         self._adapters: dict[str, LoRARequest] = {}
         self._loading: set[str] = set()
         for name, path in settings.lora_modules.items():
-            self._check_new(name)
+            self._check_free(name)
             self._add(_loaded(engine, name, path))
 
     def names(self) -> list[str]:
@@ -63,8 +63,7 @@ class ServedModels:
         if not os.path.isdir(path):
             raise ApiError(404, f"lora_path must be a folder of the server, got {path!r:.200}", param="lora_path")
         try:
-            if not (replaces and name in self._adapters and name not in self._loading):
-                self._check_new(name)
+            self._check_free(name, replaces)
             self._loading.add(name)
             try:
                 load = partial(_loaded, self._engine, name, path)
@@ -80,9 +79,11 @@ class ServedModels:
             raise ApiError(404, f"the adapter {name!r:.100} is not loaded", param="lora_name", code="model_not_found")
         del self._adapters[name], self._created[name]
 
-    def _check_new(self, name: str) -> None:
-        if name in self._created or name in self._loading:
-            raise RequestError(f"the name {name!r:.100} is taken by another model or adapter", param="lora_name")
+    def _check_free(self, name: str, replaces: bool = False) -> None:
+        is_taken = name in self._created and not (replaces and name in self._adapters)
+        if is_taken or name in self._loading:
+            reason = f"the name {name!r:.100} is taken by another model or adapter; choose another"
+            raise RequestError(f"{reason}, or replace an adapter with load_inplace: true", param="lora_name")
 
     def _add(self, adapter: LoRARequest) -> None:
         self._adapters[adapter.lora_name], self._created[adapter.lora_name] = adapter, int(time.time())

@@ -1,6 +1,7 @@
 """Pydantic models of the requests: unknown fields are refused unless they cannot change a completion."""
 
 import json
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -51,12 +52,15 @@ def _check_token_limit(value: int) -> int:
     return value
 
 
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
+
+
 def _check_bias_keys(value: Any) -> Any:
-    """Name all keys that are no token ids, up to a few."""
+    """Refuse all keys that are no token ids in one error."""
     if isinstance(value, dict):
-        wrong = [key for key in value if isinstance(key, str) and not key.isdecimal()]
+        wrong = [key for key in value if isinstance(key, str) and not _TOKEN_ID.fullmatch(key)]
         if wrong:
-            reason = f"has the keys {some_of(wrong, 5)}, must have token ids; POST /tokenize gives those of a text"
+            reason = f"must have token ids as keys, got {some_of(wrong)}; POST /tokenize gives those of a text"
             raise PydanticCustomError("token_ids", "{reason}", {"reason": reason})
     return value
 
@@ -67,13 +71,13 @@ Priority = Annotated[int, Field(gt=-INT64, lt=INT64)]
 PRIORITY = "Lower numbers run first; other than 0 only if the server has --scheduling-policy priority."
 TRUNCATION = "The number of tokens of each prompt to keep; -1: as many as fit beside max_tokens."
 TruncationSide = Literal["left", "right"]
-TruncatedAt = Field(None, description="left (default) keeps the end of a prompt, right its beginning.")
+TRUNCATION_SIDE = Field(None, description="left (default) keeps the end of a prompt, right its beginning.")
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 LogprobTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
-JsonTokenId = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # as a key of an object
+JsonTokenId = Annotated[str, Field(pattern=f"^{_TOKEN_ID.pattern}$")]  # as a key of an object
 LogitBias = Annotated[
     dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_STOP_IDS),
@@ -336,7 +340,7 @@ class CompletionRequest(SamplingRequest):
         "leaves for the completion.",
     )
     truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
-    truncation_side: TruncationSide | None = TruncatedAt
+    truncation_side: TruncationSide | None = TRUNCATION_SIDE
     echo: bool | None = Field(None, description="The text and the logprobs begin with the prompt's.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Unsupported = None
@@ -365,15 +369,19 @@ class EmbeddingRequest(ChatPrompt):
         None, description="The hidden state of the last token (default), or the mean of those of all tokens."
     )
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
-    use_activation: bool | None = Field(None, description="Another name of normalize, which wins.")
-    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(None, description="Of the values in base64.")
-    endianness: Literal["native", "little", "big"] | None = Field(None, description="Of the values in base64.")
+    use_activation: bool | None = Field(None, description="vLLM's name of normalize, used if that is not given.")
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        None, description="Dtype of the values in base64; float32 by default."
+    )
+    endianness: Literal["native", "little", "big"] | None = Field(
+        None, description="Byte order of the values in base64; little by default."
+    )
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None
     priority: Priority | None = Field(None, description=PRIORITY)
     truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
-    truncation_side: TruncationSide | None = TruncatedAt
+    truncation_side: TruncationSide | None = TRUNCATION_SIDE
 
 
 MAX_NAME, MAX_PATH = 256, 4096  # characters

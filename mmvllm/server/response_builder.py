@@ -43,19 +43,16 @@ class RunningUsage:
         self._prompt_tokens: dict[int, int] = {}  # by prompt
         self._completion_tokens = 0
 
-    def begin(self, index: int, delta: Delta) -> dict[str, int]:
-        """Count the prompt of a choice; return the counts so far."""
+    def count_prompt(self, index: int, delta: Delta) -> dict[str, int]:
+        """Count the prompt of a choice, of which nothing is written yet; return the counts so far."""
         self._prompt_tokens[index // self._choices_per_prompt] = delta.num_prompt_tokens
-        return self._counts()
+        prompt, completion = sum(self._prompt_tokens.values()), self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def add(self, index: int, delta: Delta) -> dict[str, int]:
         """Count the delta of a choice; return the counts so far."""
         self._completion_tokens += len(delta.token_ids)
-        return self.begin(index, delta)
-
-    def _counts(self) -> dict[str, int]:
-        prompt, completion = sum(self._prompt_tokens.values()), self._completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return self.count_prompt(index, delta)
 
 
 @dataclass(slots=True)

@@ -161,9 +161,9 @@ def test_html_in_an_answer_is_shown_as_text(answer, shown):
 
 
 @pytest.mark.parametrize("piece", ["`", "~", "```", "```x\n", "![", "<", "mermaid", "```mermaid"])
-def test_a_long_answer_is_shown_in_no_time(piece):
+def test_a_long_answer_takes_linear_time(piece):
     start = time.process_time()
-    without_tags(piece * 100_000)
+    assert without_tags(piece * 100_000).count(piece[0]) >= 100_000
     assert time.process_time() - start < 2
 
 

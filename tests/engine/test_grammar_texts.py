@@ -14,6 +14,7 @@ from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.structured import StructuredOutputsParams
+from tests.helpers.hostile import ambiguous_schema
 from tests.helpers.tokenizers import tokenizer_of
 
 pytest.importorskip("llguidance")
@@ -104,7 +105,6 @@ def test_calls_of_functions_are_not_ambiguous(compiler, tokenizer):
             Text(compiler, grammar=f"{grammar}\n").write(tokenizer.encode(call))
 
 
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
 LONG = "red circle " * 15
 
 
@@ -130,18 +130,16 @@ def test_a_text_that_is_too_much_by_itself_fails(compiler, tokenizer, monkeypatc
         text.write(tokenizer.encode("{" + ", ".join(f'"f{i}": "{LONG}"' for i in range(12)) + "}"))
 
 
-def ambiguous_schema(number: int) -> dict:
-    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
-    return {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [array, {"type": "array", "items": False}] * number}}}
-
-
 def test_a_text_whose_masks_take_too_long_ends(compiler, tokenizer, monkeypatch):
     """All requests of a step wait for them."""
     fields = {"json": ambiguous_schema(40), "whitespace_pattern": ""}
     text = Text(compiler, **fields)
     text.write(tokenizer.encode("[[[["))  # the grammar is trusted
     compiler.distrust()
-    Text(compiler, json=PERSON).write(tokenizer.encode('{"name": "red"}'))
+    person = {"type": "object", "properties": {"name": {"type": "string"}}}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_grammar, "START_SECONDS", 60.0)
+        Text(compiler, json=person).write(tokenizer.encode('{"name": "red"}'))
     monkeypatch.setattr(engine_grammar, "START_SECONDS", 0.0)
     monkeypatch.setattr(engine_grammar, "SECONDS_PER_TOKEN", 1e-6)
     with pytest.raises(ConstraintFailed, match=r"finding its tokens took more than 0\.0 s; simplify"):

@@ -16,6 +16,7 @@ from mmvllm.structured import StructuredOutputsParams
 from mmvllm.workers import WorkersUnusable
 from tests.helpers import tasks
 from tests.helpers.async_engines import OPTIONS, async_test, collect
+from tests.helpers.hostile import ambiguous_schema
 from tests.helpers.processes import spawned, wait_until_gone
 from tests.helpers.requests import ask
 from tests.helpers.tokenizers import tokenizer_of
@@ -75,11 +76,8 @@ def test_what_takes_too_much_is_refused(name, trial):
 
 
 def test_what_takes_too_long_to_follow_is_refused(trial):
-    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
-    choices = {"anyOf": [array, {"type": "array", "items": False}] * 250}
-    ambiguous = {"$ref": "#/$defs/n", "$defs": {"n": choices}}
     with pytest.raises(RequestError, match=r"finding its first tokens takes more than 0\.05 s"):
-        trial.check(StructuredOutputsParams(json=ambiguous, whitespace_pattern=""))
+        trial.check(StructuredOutputsParams(json=ambiguous_schema(250), whitespace_pattern=""))
 
 
 def test_what_takes_longer_is_told_apart(trial):

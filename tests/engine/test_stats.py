@@ -24,18 +24,20 @@ def rates(meter: Meter) -> tuple[float, float]:
 
 
 def step(clock, num_prompt_tokens: int) -> StepStats:
-    return StepStats(clock.seconds, {}, num_prompt_tokens, 3, 0, 0, 0, 1, 0, 3)
+    none = dict.fromkeys(("num_images", "num_new_images", "num_patches", "num_waiting"), 0)
+    own = {"num_prefill_tokens": num_prompt_tokens, "num_decode_tokens": 3, "num_running": 1, "num_used_blocks": 3}
+    return StepStats(end=clock.seconds, seconds={}, **none, **own)
 
 
 def test_rates_are_of_the_last_seconds(clock):
     meter = Meter()
     clock.seconds += 2
     meter.add_step(step(clock, 30))
-    meter.add_output_tokens(4)
+    meter.add_outputs([], 4)
     assert rates(meter) == (15.0, 2.0)
     clock.seconds += 9
     meter.add_step(step(clock, 0))
-    meter.add_output_tokens(6)
+    meter.add_outputs([], 6)
     assert rates(meter) == (3.0, 1.0)
     clock.seconds += 2
     assert rates(meter) == (0.0, 0.6)

@@ -132,3 +132,9 @@ def overlapping_exif(num_entries: int, size: int, kind: int = 1, tag: int = 1000
     """An EXIF block whose entries all have the same bytes."""
     entries = b"".join(struct.pack(">HHII", tag + i, kind, size, 8) for i in range(num_entries))
     return b"MM\0*\0\0\0\x08" + struct.pack(">H", num_entries) + entries + bytes(4 + 8 * size)
+
+
+def ambiguous_schema(number: int) -> dict:
+    """A JSON schema whose texts can be read in many ways."""
+    array = {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}
+    return {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [array, {"type": "array", "items": False}] * number}}}

@@ -171,7 +171,7 @@ def test_a_long_name_is_refused(adapter, checkpoint):
         {f"base_model.model.{'a.' * 1_000_000}lora_A.weight": torch.ones(4, 4)}, adapter / "adapter_model.safetensors"
     )
     begin = time.process_time()
-    with pytest.raises(ValueError, match="has names of tensors with more than 500 characters"):
+    with pytest.raises(ValueError, match="names of tensors must have at most 500 characters, got 2000"):
         load(checkpoint, lora=adapter)
     assert time.process_time() - begin < 5
 

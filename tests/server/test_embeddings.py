@@ -72,7 +72,7 @@ def test_vectors_in_base64_may_be_bfloat16(order, app):
     assert np.array_equal(bits, want.view(torch.int16).numpy())
 
 
-def test_the_length_of_vectors_has_two_names(app):
+def test_use_activation_is_vllms_name_of_normalize(app):
     raw, unit = (vectors(embed(app, input="Hello", use_activation=value)) for value in (False, True))
     assert np.array_equal(unit, vectors(embed(app, input="Hello"))) and not np.allclose(raw, unit)
     assert np.array_equal(raw, vectors(embed(app, input="Hello", use_activation=True, normalize=False)))

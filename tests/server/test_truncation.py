@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.length_limit import LengthLimit
+from mmvllm.processors.length_limit import LengthLimit, Truncation
 from tests.helpers.requests import ask
 from tests.helpers.server import COMPLETIONS, EMBEDDINGS, SCENES, call, completion
 
@@ -80,9 +80,12 @@ def test_a_cut_text_has_the_tokens_of_the_side_that_is_kept(num_tokens, engine):
     limit = LengthLimit.of(engine.tokenizer, 2048)
     for num_words in range(40, 400, 7):
         text = text_of(num_words)
-        tokens, tail = (engine.tokenizer.encode(one) for one in (text, limit.cut(text, num_tokens, "left")))
+        tokens, tail = (engine.tokenizer.encode(one) for one in (text, limit.cut(text, Truncation(num_tokens))))
         assert tail[-num_tokens:] == tokens[-num_tokens:]
-        assert engine.tokenizer.encode(limit.cut(text, num_tokens, "right"))[:num_tokens] == tokens[:num_tokens]
+        assert (
+            engine.tokenizer.encode(limit.cut(text, Truncation(num_tokens, "right")))[:num_tokens]
+            == tokens[:num_tokens]
+        )
 
 
 @pytest.mark.parametrize("value", [0, -1, -5, True, 1.5, "7", [1]])

@@ -84,7 +84,7 @@ def nested(depth: int) -> list:
         (
             chat("Hi", logit_bias={"five": 1, "5": 1, "six": 1}),
             "logit_bias",
-            "has the keys five, six, must have token ids",
+            "must have token ids as keys, got five, six; POST",
         ),
         (chat("Hi", logit_bias={"99999": 1}), "logit_bias", "99999"),
         (chat("Hi", allowed_token_ids=[]), "allowed_token_ids", "at least 1"),
