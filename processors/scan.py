@@ -36,12 +36,15 @@ _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
+_TILE_WIDTH = 322
 
 
 _AVIF_STARTS = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # from byte 4; some HEIF has the last two
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
-_PLAIN_PNM = re.compile(rb"P[123]\s")
+_PNM = re.compile(rb"P[1-6]\s")
+# Bits, and numbers that need no scaling: Pillow reads others in Python, and comments one by one.
+_FAST_PNM = re.compile(rb"P4\s\d+\s\d+\s|P[56]\s\d+\s\d+\s255\s|P5\s\d+\s\d+\s65535\s")
 _BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of those that may be compressed
 
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
@@ -67,11 +70,17 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
 
-    So it is with JPEG 2000 of many tiles, AVIF whose frames are larger than declared or whose EXIF is read when it is
-    opened, bitmaps with jumps in their run lengths, and numbers as text between comments.
+    So it is with JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, AVIF whose frames are larger than
+    declared or whose EXIF is read when it is opened, bitmaps with jumps in their run lengths, and what Pillow decodes
+    in Python: QOI, and PNM of text or of unusual levels.
     """
-    is_avif = data[4:12] in _AVIF_STARTS
-    return is_avif or data.startswith(_JPEG_2000) or _is_run_length_bitmap(data) or bool(_PLAIN_PNM.match(data))
+    is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
+    is_large = data.startswith(_JPEG_2000) or data[4:12] in _AVIF_STARTS or _is_run_length_bitmap(data)
+    return is_slow or is_large or _is_tiled_tiff(data)
+
+
+def _is_tiled_tiff(data: bytes) -> bool:
+    return data.startswith(TIFF_MAGIC) and any(tag == _TILE_WIDTH for tag, *_ in _directory(data))
 
 
 def _is_run_length_bitmap(data: bytes) -> bool:
@@ -206,7 +215,10 @@ def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
 def _scan_directory(data: bytes, name: str) -> None:
     """Refuse entries that share their bytes, which are copied for each of them, and lists of a million rationals."""
     declared = 0
-    for kind, size, number in _directory_entries(data):
+    for _, kind, number, offset in _directory(data):
+        size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
+        if size <= (8 if data[2:3] == b"+" else 4) or offset + size > len(data):
+            continue  # the value is in the entry, or missing
         declared += size
         if kind in _TIFF_RATIONALS and number > MAX_TIFF_RATIONALS:
             raise RefusedImage(f"has a list of {number:,} rationals in {name}")
@@ -214,11 +226,11 @@ def _scan_directory(data: bytes, name: str) -> None:
         raise RefusedImage(f"has {name} whose entries declare {declared:,} bytes in {len(data):,}")
 
 
-def _directory_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(type, bytes, number of values) of the entries whose values are elsewhere in the file."""
+def _directory(data: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """(tag, type, number of values, offset of them or the values themselves) of the entries of the first directory."""
     is_big = data[2:3] == b"+"
     order = ">" if data[:2] == b"MM" else "<"
-    head, count, entry = [order + form for form in (("8xQ", "Q", "2xHQQ") if is_big else ("4xI", "H", "2xHII"))]
+    head, count, entry = [order + form for form in (("8xQ", "Q", "HHQQ") if is_big else ("4xI", "H", "HHII"))]
     try:
         (at,) = struct.unpack_from(head, data)
         (num_entries,) = struct.unpack_from(count, data, at)
@@ -226,7 +238,4 @@ def _directory_entries(data: bytes) -> Iterator[tuple[int, int, int]]:
         return
     at += struct.calcsize(count)
     num_entries = min(num_entries, (len(data) - at) // struct.calcsize(entry))
-    for kind, number, offset in struct.iter_unpack(entry, data[at : at + num_entries * struct.calcsize(entry)]):
-        size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
-        if size > (8 if is_big else 4) and offset + size <= len(data):
-            yield kind, size, number
+    yield from struct.iter_unpack(entry, data[at : at + num_entries * struct.calcsize(entry)])

@@ -18,6 +18,7 @@ from mmvllm.captioning.several import NamedPrompt, named_prompts
 from mmvllm.captioning.video_sampling import VideoSampling
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.bounds import pixel_bounds
+from mmvllm.processors.digest import digest_of
 from mmvllm.processors.load import MAX_SOURCE_PIXELS
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.sampling_params import MAX_COMPLETIONS, SamplingParams
@@ -242,7 +243,7 @@ class CaptionSettings:
 
     def content_key(self, digest: str, prompt: str) -> str:
         """A hash, 32 hex digits, that is equal for images or clips with this digest, prompt and settings."""
-        return _digest("\0".join((self.fingerprint, digest, prompt)))
+        return digest_of(*(text.encode("utf-8", "surrogatepass") for text in (self.fingerprint, digest, prompt))).hex()
 
     def request(self, item: Item) -> dict:
         """The chat request, with the item itself in place of the image or video.

@@ -45,8 +45,10 @@ class _Header(tarfile.TarInfo):
         tar.fileobj.seek(begin)
         return super()._proc_sparse(tar)
 
-    def _proc_gnusparse_10(self, next: tarfile.TarInfo, *_: Any) -> None:
+    def _proc_gnusparse_00(self, next: tarfile.TarInfo, *_: Any) -> None:
         next.sparse = []
+
+    _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
             while (header := tar.next()) is not None:
                 if len(tar.pax_headers) > MAX_GLOBAL:
                     raise tarfile.ReadError(f"it has more than {MAX_GLOBAL} values for all members")
+                if any(name.startswith("GNU.sparse.") for name in tar.pax_headers):
+                    raise tarfile.ReadError("it says of all members that they are sparse; write it without --sparse")
                 tar.members.clear()  # tarfile would keep every header
                 is_cut = _is_plain(header) and header.offset_data + header.size > end
                 if is_cut or header.size < 0 or tar.offset <= header.offset:

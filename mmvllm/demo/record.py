@@ -15,7 +15,7 @@ from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
 MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
-MAX_NOTE = 1000  # characters; each may become six where it is shown
+MAX_NOTE = 1000  # characters, of which each may become six where it is shown; the rest is left out
 MAX_BOXES = 100  # drawn on one image
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
@@ -94,6 +94,5 @@ def _read_turn(turn: Any) -> KeptTurn:
     texts, media = [turn.get(name) for name in ("question", "answer", "note")], turn.get("images")
     if not isinstance(media, list) or not all(isinstance(value, str) for value in (*texts, *media)):
         raise ValueError(RELOAD)
-    if len(texts[-1]) > MAX_NOTE:
-        raise ValueError(RELOAD)
-    return KeptTurn(*texts, tuple(media))
+    question, answer, note = texts
+    return KeptTurn(question, answer, note[:MAX_NOTE], tuple(media))

@@ -6,10 +6,10 @@ whether the text with it is still the beginning of one that the grammar describe
 
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from importlib.util import find_spec
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,10 +29,22 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 16  # grammars that are kept
 MAX_REFUSED = 256
-# CPU time of a completion's masks where grammars are not trusted: other requests of a step wait for them. Those of the
-# longest strings of Qwen2-VL's tokenizer take 0.2 s for 180 tokens, those of presets 0.03 s.
-START_SECONDS, SECONDS_PER_TOKEN = 0.2, 0.005
+# CPU time of masks where grammars are not trusted: other requests of a step wait for them. A mask may take
+# SECONDS_PER_TOKEN, and what those of a request take more, together and not long ago, MAX_EXCESS_SECONDS. With the
+# tokenizer of Qwen2-VL, the masks of long strings take 1 ms, those of presets 0.2 ms, and the first ones 13 ms.
+MAX_EXCESS_SECONDS, SECONDS_PER_TOKEN = 0.3, 0.005
 TOO_MANY = "items"  # in llguidance's errors about its parser, in which compiling again changes nothing
+
+
+class MaskTime:
+    """What the masks of a request's completions have taken beyond `SECONDS_PER_TOKEN`; earlier ones count less."""
+
+    def __init__(self) -> None:
+        self.excess = 0.0  # of threads that add at a time, one may be lost
+
+    def add(self, seconds: float) -> None:
+        """Add the CPU time of one mask."""
+        self.excess = max(0.0, self.excess + seconds - SECONDS_PER_TOKEN)
 
 
 class GrammarConstraint:
@@ -40,11 +52,13 @@ class GrammarConstraint:
 
     depends_on_text = True
 
-    def __init__(self, compiler: "GrammarCompiler", params: StructuredOutputsParams, compiled: "LLMatcher"):
+    def __init__(
+        self, compiler: "GrammarCompiler", params: StructuredOutputsParams, compiled: "LLMatcher", time: MaskTime
+    ):
         self._compiler, self._params = compiler, params
         self._compiled, self._is_renewed = compiled, False
         self._matcher, self._num_consumed = compiled.deep_copy(), 0
-        self._seconds = 0.0
+        self._time = time
         self._mask = empty_mask(compiler.width)
         # A complement matches what llguidance marks control tokens with.
         self._has_complement = params.grammar is not None and has_complement(params.grammar)
@@ -56,7 +70,7 @@ class GrammarConstraint:
         if self._matcher.is_error() and not self._is_renewed and TOO_MANY not in self._matcher.get_error():
             # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
             self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
-            self._matcher, self._num_consumed, self._seconds = self._compiled.deep_copy(), 0, 0.0
+            self._matcher, self._num_consumed = self._compiled.deep_copy(), 0
             self._advance(seq)
         if self._matcher.is_error():
             raise _failed(reason_of(self._matcher.get_error()))
@@ -68,7 +82,7 @@ class GrammarConstraint:
 
     def _advance(self, seq: Sequence) -> None:
         """Compute the mask after the sequence's last token."""
-        start = time.thread_time()
+        start = thread_time()
         matcher, first = self._matcher, seq.num_prompt_tokens + self._num_consumed
         for token_id in seq.token_ids[first:]:
             if not matcher.consume_token(token_id):
@@ -76,12 +90,11 @@ class GrammarConstraint:
             self._num_consumed += 1
         else:
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._seconds += time.thread_time() - start
+        self._time.add(thread_time() - start)
 
     def _check_time(self) -> None:
-        most = START_SECONDS + SECONDS_PER_TOKEN * self._num_consumed
-        if self._seconds > most and not self._compiler.is_trusting:
-            raise _failed(f"finding its tokens took more than {most:.1f} s; {AVOID_AMBIGUITY}")
+        if self._time.excess > MAX_EXCESS_SECONDS and not self._compiler.is_trusting:
+            raise _failed(f"finding its tokens took {MAX_EXCESS_SECONDS:g} s more than it may; {AVOID_AMBIGUITY}")
 
 
 def _failed(reason: str) -> ConstraintFailed:
@@ -128,9 +141,12 @@ class GrammarCompiler:
         if self._trial is not None:
             self._trial.close()
 
-    def constraint(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced."""
-        return GrammarConstraint(self, params, self._matcher(params))
+    def constraint(self, params: StructuredOutputsParams, time: MaskTime | None = None) -> GrammarConstraint:
+        """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced.
+
+        Sequences of a request share the `time` of their masks.
+        """
+        return GrammarConstraint(self, params, self._matcher(params), time or MaskTime())
 
     def check(self, params: StructuredOutputsParams | None, is_quick: bool = False) -> None:
         """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept.

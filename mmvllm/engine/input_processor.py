@@ -17,7 +17,7 @@ from mmvllm.engine.beams import Beams
 from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.grammar import GrammarCompiler
+from mmvllm.engine.grammar import GrammarCompiler, MaskTime
 from mmvllm.engine.prompt_reads import LogprobReads, PooledReads, PromptReads
 from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
@@ -119,11 +119,11 @@ class InputProcessor:
         items = prompt.items
         if adapter is not None and adapter.adapts_vision:
             items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
-        seqs = []
+        seqs, mask_time = [], MaskTime()
         for i in range(params.num_seqs):
             constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
             if params.structured is not None:
-                constraints += (self._grammars.constraint(params.structured),)
+                constraints += (self._grammars.constraint(params.structured, mask_time),)
             depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)
             seq = Sequence(
                 prompt.token_ids,

@@ -240,6 +240,14 @@ def test_sparse_members_are_skipped(num_blocks, tmp_path):
     assert [name for name, _ in tar_members(tar)] == ["a.png"]
 
 
+def test_a_list_of_a_sparse_file_for_all_members_is_refused(tmp_path):
+    header = {"GNU.sparse.map": ",".join(["1"] * 1000)}
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=header) as made:
+        made.addfile(tarfile.TarInfo("a.png"))
+    with pytest.raises(ValueError, match=r"it says of all members that they are sparse; write it without --sparse"):
+        list(tar_members(tmp_path / "s.tar"))
+
+
 def test_a_sparse_member_with_a_long_list_is_refused(tmp_path):
     (tmp_path / "s.tar").write_bytes(sparse("a.bin", 1001))
     with pytest.raises(ValueError, match=r"a\.bin: the list of a sparse file must have at most 1000 blocks"):

@@ -138,12 +138,32 @@ def test_a_text_whose_masks_take_too_long_ends(compiler, tokenizer, monkeypatch)
     compiler.distrust()
     person = {"type": "object", "properties": {"name": {"type": "string"}}}
     with monkeypatch.context() as patch:
-        patch.setattr(engine_grammar, "START_SECONDS", 60.0)
+        patch.setattr(engine_grammar, "MAX_EXCESS_SECONDS", 60.0)
         Text(compiler, json=person).write(tokenizer.encode('{"name": "red"}'))
-    monkeypatch.setattr(engine_grammar, "START_SECONDS", 0.0)
+    monkeypatch.setattr(engine_grammar, "MAX_EXCESS_SECONDS", 1e-3)
     monkeypatch.setattr(engine_grammar, "SECONDS_PER_TOKEN", 1e-6)
-    with pytest.raises(ConstraintFailed, match=r"finding its tokens took more than 0\.0 s; simplify"):
+    with pytest.raises(ConstraintFailed, match=r"finding its tokens took 0\.001 s more than it may; simplify"):
         Text(compiler, **fields).write(tokenizer.encode("[[[["))
+
+
+def test_quick_masks_save_no_time_for_slow_ones():
+    time = engine_grammar.MaskTime()
+    for _ in range(1000):
+        time.add(0.0)
+    time.add(0.1)
+    assert time.excess == pytest.approx(0.1 - engine_grammar.SECONDS_PER_TOKEN)
+    for _ in range(1000):
+        time.add(engine_grammar.SECONDS_PER_TOKEN / 2)
+    assert time.excess == 0.0
+
+
+def test_the_completions_of_a_request_share_the_time_of_masks(shared_llm):
+    params = SamplingParams(structured={"regex": "a+"}, n=3)
+    shared_llm.add_request("a", params, request_id="of masks")
+    group = shared_llm.engine.scheduler.groups["of masks"]
+    times = {id(seq.constraints[-1]._time) for seq in group.seqs}
+    shared_llm.abort_request("of masks")
+    assert len(group.seqs) == 3 and len(times) == 1
 
 
 @pytest.mark.parametrize("terminal", ["~/b/", "~/(?s:.*)b/", '~("a"|"b")'])
