@@ -65,8 +65,8 @@ class GrammarConstraint:
 
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
         """Clear the bits of tokens with which the text is no beginning of one that the grammar describes."""
+        self._check_time()  # of earlier masks, also of the request's other completions
         self._advance(seq)
-        self._check_time()
         if self._matcher.is_error() and not self._is_renewed and TOO_MANY not in self._matcher.get_error():
             # All copies of what is compiled share a lexer, whose states the texts of other requests may have used up.
             self._compiled, self._is_renewed = self._compiler.renewed(self._params, self._compiled), True
