@@ -257,7 +257,9 @@ def test_adapters_must_be_enabled_and_as_many_as_requests(checkpoints, adapters,
     own = adapters("gqa2-tied")["all"]
     with pytest.raises(RequestError, match="lora_request needs an engine with enable_lora=True"):
         llm.chat(REQUESTS[1]["messages"], lora_request=own)
-    with pytest.raises(RequestError, match="2 lora_request were given for 1 request; give one each"):
+    with pytest.raises(
+        RequestError, match="lora_request must be a list with one value for each of 1 request, got 2 values"
+    ):
         llm.chat(REQUESTS[1]["messages"], lora_request=[own, own])
     for wrong in ({"lora_name": ""}, {"lora_name": "a"}, {"lora_name": "a", "lora_path": 3}):
         with pytest.raises(RequestError, match=r"lora_(name|path) is"):
