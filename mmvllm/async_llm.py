@@ -183,7 +183,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "AsyncLLM":
-        """An engine with these arguments, by the name of vLLM's method."""
+        """Make an engine from vLLM-style arguments."""
         return cls(**asdict(args))
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:

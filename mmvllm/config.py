@@ -195,7 +195,7 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "limit_mm_per_prompt": None,  # a request may have as many images and videos as fit
     "swap_space": None,  # preempted sequences are recomputed, never swapped
     "disable_log_stats": None,  # nothing is logged
-    "mm_processor_cache_gb": None,  # outputs of processors are not cached, those of the ViT are
+    "mm_processor_cache_gb": None,  # outputs of the ViT are cached, but not outputs of processors
     "runner": ("auto", "generate", "pooling"),  # every engine does both
     "enable_sleep_mode": (True, False),  # an LLM may sleep in any case
     "hf_overrides": (None, {}),

@@ -100,7 +100,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
-        """An LLM with these arguments, by the name of vLLM's method."""
+        """Make an LLM from vLLM-style arguments."""
         return cls(**asdict(args))
 
     def __enter__(self) -> "LLM":
@@ -153,8 +153,8 @@ class LLM:
         A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
         `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
         adapter of all, or a list with one per prompt. `priority` has one number per prompt; lower numbers begin first.
-        `use_tqdm` is whether there is a progress bar: None, the default
-        of most methods, shows one on a terminal and in a notebook.
+        `use_tqdm` is whether there is a progress bar: None, the default of most methods, shows one on a terminal and in
+        a notebook.
 
         Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
         """
@@ -338,7 +338,10 @@ class LLM:
     def encode(
         self, prompts: Request | list[Request], *, pooling_task: str = "embed", use_tqdm: bool | None = None
     ) -> list[EmbeddingOutput]:
-        """Vectors of prompts, by the name of vLLM's method: `embed` with its defaults. Other tasks are refused."""
+        """Return an embedding of each prompt, as `embed` does by default; vLLM's name for it.
+
+        Raises ParameterError for a `pooling_task` other than "embed".
+        """
         if pooling_task != "embed":
             raise ParameterError("pooling_task", pooling_task, "'embed', the only task of this engine")
         return self.embed(prompts, use_tqdm=use_tqdm)
@@ -424,9 +427,9 @@ class LLM:
                 self._is_asleep = False
 
     def get_metrics(self) -> list[Metric]:
-        """Statistics of the engine by vLLM's names, such as "vllm:prefix_cache_hits"; may be called in any thread.
+        """Return gauges and counters of the engine by vLLM's names, such as "vllm:prefix_cache_hits".
 
-        There are gauges and counters; the times of a request are `RequestOutput.metrics`.
+        It may be called in any thread. The times of a request are in `RequestOutput.metrics`.
         """
         stats = replace(self.engine.stats(), num_released=int(self._is_asleep))
         return read_metrics(stats, {"model_name": self.model, "engine": "0"})

@@ -112,7 +112,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """True: there is no output before the request has finished, or failed. By the name of vLLM's attribute."""
+        """Always True, since outputs are made once a request has finished or failed; vLLM has partial ones."""
         return True
 
     @property
@@ -234,12 +234,12 @@ class EmbeddingOutput:
 
     @property
     def outputs(self) -> "EmbeddingOutput":
-        """Itself: vLLM has the vector as `outputs.embedding`, and as `outputs.data` of `LLM.encode`."""
+        """The output itself, since vLLM's outputs have the vector as `outputs.embedding` or `outputs.data`."""
         return self
 
     @property
     def data(self) -> np.ndarray | None:
-        """The same as `embedding`."""
+        """The vector, by the name that it has in the outputs of vLLM's `LLM.encode`."""
         return self.embedding
 
 

@@ -187,7 +187,7 @@ class SamplingParams:
         self._check_beam_search()
 
     def clone(self) -> "SamplingParams":
-        """The same parameters, by the name of vLLM's method."""
+        """Return a copy of these parameters, as vLLM's method of this name does."""
         return replace(self)
 
     @property

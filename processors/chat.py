@@ -103,7 +103,7 @@ class Processor:
         with self._lock:
             token_ids = self._tokenized(text, marked) if token_ids is None else own_token_ids(token_ids)
             if parsed.truncation is not None:
-                token_ids = parsed.truncation.cut(token_ids, parsed.truncation.num_tokens)
+                token_ids = parsed.truncation.cut(token_ids)
             if self.rules is None:
                 return EngineInput(token_ids, text=text)
             made = place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))

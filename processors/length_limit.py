@@ -13,8 +13,9 @@ class Truncation(NamedTuple):
     num_tokens: int
     side: str = "left"
 
-    def cut(self, content: Any, length: int) -> Any:
-        """The part of a text or a list that is kept, of this length."""
+    def cut(self, content: Any, length: int | None = None) -> Any:
+        """Cut token ids, or a text to a length in characters."""
+        length = self.num_tokens if length is None else length
         return content[:length] if self.side == "right" else content[-length:]
 
 

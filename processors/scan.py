@@ -23,6 +23,7 @@ MAX_GIF_COMMENT_BYTES = 1024 * 1024
 MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
 MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
+MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
@@ -36,19 +37,15 @@ _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
-_TILE_WIDTH = 322
-
-
+_TILE_WIDTH = 322  # a tag
+_FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 _AVIF_STARTS = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # from byte 4; some HEIF has the last two
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
 _PNM = re.compile(rb"P[1-6]\s")
 # Bits, and numbers that need no scaling: Pillow reads others in Python, and comments one by one.
 _FAST_PNM = re.compile(rb"P4\s\d+\s\d+\s|P[56]\s\d+\s\d+\s255\s|P5\s\d+\s\d+\s65535\s")
-_BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of those that may be compressed
-
-MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
-_FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
+_BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of bitmaps that may be compressed
 
 
 class RefusedImage(ValueError):
@@ -217,7 +214,7 @@ def _scan_directory(data: bytes, name: str) -> None:
     declared = 0
     for _, kind, number, offset in _directory(data):
         size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
-        if size <= (8 if data[2:3] == b"+" else 4) or offset + size > len(data):
+        if size <= (8 if _is_big_tiff(data) else 4) or offset + size > len(data):
             continue  # the value is in the entry, or missing
         declared += size
         if kind in _TIFF_RATIONALS and number > MAX_TIFF_RATIONALS:
@@ -226,9 +223,13 @@ def _scan_directory(data: bytes, name: str) -> None:
         raise RefusedImage(f"has {name} whose entries declare {declared:,} bytes in {len(data):,}")
 
 
+def _is_big_tiff(data: bytes) -> bool:
+    return data[2:3] == b"+"  # where Pillow looks, also in files of the other byte order
+
+
 def _directory(data: bytes) -> Iterator[tuple[int, int, int, int]]:
     """(tag, type, number of values, offset of them or the values themselves) of the entries of the first directory."""
-    is_big = data[2:3] == b"+"
+    is_big = _is_big_tiff(data)
     order = ">" if data[:2] == b"MM" else "<"
     head, count, entry = [order + form for form in (("8xQ", "Q", "HHQQ") if is_big else ("4xI", "H", "HHII"))]
     try:

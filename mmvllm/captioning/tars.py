@@ -45,8 +45,8 @@ class _Header(tarfile.TarInfo):
         tar.fileobj.seek(begin)
         return super()._proc_sparse(tar)
 
-    def _proc_gnusparse_00(self, next: tarfile.TarInfo, *_: Any) -> None:
-        next.sparse = []
+    def _proc_gnusparse_00(self, member: tarfile.TarInfo, *_: Any) -> None:
+        member.sparse = []
 
     _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
 

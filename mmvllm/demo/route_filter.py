@@ -137,6 +137,8 @@ class DemoRouteFilter:
             return PlainTextResponse(self._too_much(), 413)
         if route != "upload" and num_bytes > (MAX_BODY_BYTES if route else MAX_LOGIN_BYTES):
             return PlainTextResponse("This is too long", 413)
+        if scope["method"] == "POST" and not route and has_charset(scope):
+            return PlainTextResponse("Send the login as text in UTF-8", 400)
         return None
 
     def _is_known(self, route: str) -> bool:
@@ -168,7 +170,7 @@ class DemoRouteFilter:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
         async with self._joins.lock if len(body) > SMALL_BODY else nullcontext():
-            refusal = self._refused_body(route, scope, body)
+            refusal = self._refused_body(route, body)
         if refusal is not None:
             return await refusal(scope, receive, send)
         if route == JOIN:
@@ -198,9 +200,7 @@ class DemoRouteFilter:
         finally:
             self._streams -= Counter([session])  # which drops counts of 0
 
-    def _refused_body(self, route: str, scope: Scope, body: bytes) -> PlainTextResponse | None:
-        if not route and has_charset(scope):
-            return PlainTextResponse("Send the login as text in UTF-8", 400)
+    def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
             return PlainTextResponse("This has too many parts", 413)
         if not route.startswith(EVENTS):

@@ -36,14 +36,14 @@ class Incoming:
 
     num_bytes: int
     parts: FileParts
-    num_reserved: int = 0
+    num_reserved: int
 
     def reserve(self, num_received: int) -> bool:
-        """Reserve space for what has arrived and the next `AHEAD_BYTES`, unless it is; return whether more is reserved.
+        """Reserve the next `AHEAD_BYTES` once more has arrived than is reserved; return whether that was so.
 
         Slow uploads would fill the folder if the announced size were reserved at once.
         """
-        if self.num_reserved >= min(self.num_bytes, max(1, num_received)):
+        if num_received <= self.num_reserved:
             return False
         self.num_reserved = min(self.num_bytes, num_received + AHEAD_BYTES)
         return True
@@ -113,8 +113,7 @@ class Uploads:
     @contextmanager
     def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[Incoming]:
         """Count an upload as incoming, with space for its first `AHEAD_BYTES`; its files count when they begin."""
-        upload = Incoming(num_bytes, parts)
-        upload.reserve(0)
+        upload = Incoming(num_bytes, parts, num_reserved=min(num_bytes, AHEAD_BYTES))
         self._incoming.append(upload)
         try:
             yield upload

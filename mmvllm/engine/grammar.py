@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 16  # grammars that are kept
 MAX_REFUSED = 256
-# CPU time of masks where grammars are not trusted: other requests of a step wait for them. A mask may take
-# SECONDS_PER_TOKEN, and what those of a request take more, together and not long ago, MAX_EXCESS_SECONDS. With the
-# tokenizer of Qwen2-VL, the masks of long strings take 1 ms, those of presets 0.2 ms, and the first ones 13 ms.
+# CPU time of masks where grammars are not trusted: all requests of a step wait for them. Each mask of a request may
+# take SECONDS_PER_TOKEN; time beyond that adds up to at most MAX_EXCESS_SECONDS, and is worked off by quicker masks.
+# With the tokenizer of Qwen2-VL, a mask takes 13 ms at the first long string, later 1 ms, and 0.2 ms for presets.
 MAX_EXCESS_SECONDS, SECONDS_PER_TOKEN = 0.3, 0.005
 TOO_MANY = "items"  # in llguidance's errors about its parser, in which compiling again changes nothing
 
 
 class MaskTime:
-    """What the masks of a request's completions have taken beyond `SECONDS_PER_TOKEN`; earlier ones count less."""
+    """The CPU time beyond `SECONDS_PER_TOKEN` that the masks of a request have taken, for all of its completions."""
 
     def __init__(self) -> None:
-        self.excess = 0.0  # of threads that add at a time, one may be lost
+        self.excess = 0.0  # without a lock: losing one of two times that are added at once is harmless
 
     def add(self, seconds: float) -> None:
         """Add the CPU time of one mask."""
@@ -53,12 +53,12 @@ class GrammarConstraint:
     depends_on_text = True
 
     def __init__(
-        self, compiler: "GrammarCompiler", params: StructuredOutputsParams, compiled: "LLMatcher", time: MaskTime
+        self, compiler: "GrammarCompiler", params: StructuredOutputsParams, compiled: "LLMatcher", mask_time: MaskTime
     ):
         self._compiler, self._params = compiler, params
         self._compiled, self._is_renewed = compiled, False
         self._matcher, self._num_consumed = compiled.deep_copy(), 0
-        self._time = time
+        self._mask_time = mask_time
         self._mask = empty_mask(compiler.width)
         # A complement matches what llguidance marks control tokens with.
         self._has_complement = params.grammar is not None and has_complement(params.grammar)
@@ -90,10 +90,10 @@ class GrammarConstraint:
             self._num_consumed += 1
         else:
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._time.add(thread_time() - start)
+        self._mask_time.add(thread_time() - start)
 
     def _check_time(self) -> None:
-        if self._time.excess > MAX_EXCESS_SECONDS and not self._compiler.is_trusting:
+        if self._mask_time.excess > MAX_EXCESS_SECONDS and not self._compiler.is_trusting:
             raise _failed(f"finding its tokens took {MAX_EXCESS_SECONDS:g} s more than it may; {AVOID_AMBIGUITY}")
 
 
@@ -141,12 +141,12 @@ class GrammarCompiler:
         if self._trial is not None:
             self._trial.close()
 
-    def constraint(self, params: StructuredOutputsParams, time: MaskTime | None = None) -> GrammarConstraint:
+    def constraint(self, params: StructuredOutputsParams, mask_time: MaskTime | None = None) -> GrammarConstraint:
         """A constraint for one sequence from its first token on; raises RequestError if it cannot be enforced.
 
-        Sequences of a request share the `time` of their masks.
+        Sequences of a request share its `mask_time`.
         """
-        return GrammarConstraint(self, params, self._matcher(params), time or MaskTime())
+        return GrammarConstraint(self, params, self._matcher(params), mask_time or MaskTime())
 
     def check(self, params: StructuredOutputsParams | None, is_quick: bool = False) -> None:
         """Raise RequestError for what cannot be enforced, with the keyword or place; what can is compiled and kept.

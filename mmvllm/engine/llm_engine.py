@@ -132,7 +132,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
-        """An engine with these arguments, by the name of vLLM's method; processors belong to `LLM`."""
+        """Make an engine from vLLM-style arguments. Raises TypeError for `mm_processor_kwargs`, which `LLM` takes."""
         given = asdict(args)
         if given.pop("mm_processor_kwargs") is not None:
             raise TypeError("LLMEngine takes no mm_processor_kwargs; give them to LLM, or with each request")
@@ -141,9 +141,9 @@ class LLMEngine:
     def made_again(self) -> "LLMEngine":
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
 
-        The new engine goes on with this one's counts: of requests, whose own random generators would repeat
-        themselves, and those of `stats`. It has this one's compiled grammars, and the adapters that this one has read:
-        requests are prepared with this one.
+        The new engine goes on with the counts of this one: the number of requests, whose own random generators would
+        otherwise repeat themselves, and `stats`. It shares the compiled grammars and the adapters that were read,
+        because requests are prepared with this engine.
         """
         engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
         engine.input_processor.go_on_from(self.input_processor)
@@ -356,7 +356,7 @@ class LLMEngine:
         self.scheduler.block_manager.forget()
 
     def stats(self, num_preparing: int = 0) -> EngineStats:
-        """The current state, and the totals of all requests but those of the warm-up; may be called in any thread.
+        """Return the current state, and totals without the warm-up; may be called in any thread.
 
         Args:
             num_preparing: requests that the caller prepares for this engine.
@@ -368,7 +368,7 @@ class LLMEngine:
         return self.scheduler.is_finished()
 
     def has_unfinished_requests(self) -> bool:
-        """The opposite of `is_finished`, by the name of vLLM's method."""
+        """Return whether requests are waiting or running; vLLM's name for the opposite of `is_finished`."""
         return not self.is_finished()
 
     def warmup_model(self) -> float:

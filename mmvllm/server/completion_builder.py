@@ -112,7 +112,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         return {name: echoed[name] + made[name] for name in made}
 
     def _top_by_text(self, logprobs: LogprobsById) -> dict[str, float]:
-        """The token itself first, then the most likely ones; of those with the same name, the most likely is shown."""
+        """Map names of tokens to log-probabilities: the token itself first, then the most likely ones.
+
+        Where several tokens have one name, it has the highest of their log-probabilities.
+        """
         own = next(iter(logprobs.items()))
         made: dict[str, float] = {}
         for token_id, logprob in [own, *top_of(logprobs, self._top_logprobs)]:

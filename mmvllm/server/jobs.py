@@ -293,6 +293,9 @@ class JobFactory:
     ) -> list[Request]:
         """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
         most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
+        if truncation is None and body.truncation_side is not None:
+            message = "truncation_side needs truncate_prompt_tokens; give both"
+            raise ApiError(400, message, param="truncation_side")
         if truncation is None:
             self._check_lengths(param, prompts)
         elif truncation > most:

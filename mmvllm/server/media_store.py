@@ -1,8 +1,9 @@
 """Images and videos that clients have named, kept in memory so that later requests need not send them again."""
 
-import hashlib
 import threading
 from collections import OrderedDict
+
+from mmvllm.processors.digest import digest_of
 
 OVERHEAD = 300  # bytes of an entry, and of each frame, beside the data
 LARGEST_SHARE = 4  # of the store: one video never evicts all others
@@ -44,7 +45,7 @@ class MediaStore:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    return digest_of(key.encode("utf-8", "surrogatepass"))
 
 
 def _memory_of(data: Data) -> int:

@@ -60,14 +60,14 @@ class ServedModels:
 
         Raises ApiError if it cannot be used, or its name is taken.
         """
-        if not os.path.isdir(path):
-            raise ApiError(404, f"lora_path must be a folder of the server, got {path!r:.200}", param="lora_path")
+        run = partial(asyncio.get_running_loop().run_in_executor, _LOADERS)  # a folder may be on a host that hangs
         try:
             self._check_free(name, replaces)
             self._loading.add(name)
             try:
-                load = partial(_loaded, self._engine, name, path)
-                self._add(await asyncio.get_running_loop().run_in_executor(_LOADERS, load))
+                if not await run(os.path.isdir, path):
+                    raise ApiError(404, f"{path!r:.200} is not a folder of the server", param="lora_path")
+                self._add(await run(_loaded, self._engine, name, path))
             finally:
                 self._loading.discard(name)
         except RequestError as error:

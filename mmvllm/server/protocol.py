@@ -60,7 +60,7 @@ def _check_bias_keys(value: Any) -> Any:
     if isinstance(value, dict):
         wrong = [key for key in value if isinstance(key, str) and not _TOKEN_ID.fullmatch(key)]
         if wrong:
-            reason = f"must have token ids as keys, got {some_of(wrong)}; POST /tokenize gives those of a text"
+            reason = f"must have token ids as keys, got {some_of(wrong)}; POST /tokenize converts text to token ids"
             raise PydanticCustomError("token_ids", "{reason}", {"reason": reason})
     return value
 

@@ -161,7 +161,7 @@ def test_the_completions_of_a_request_share_the_time_of_masks(shared_llm):
     params = SamplingParams(structured={"regex": "a+"}, n=3)
     shared_llm.add_request("a", params, request_id="of masks")
     group = shared_llm.engine.scheduler.groups["of masks"]
-    times = {id(seq.constraints[-1]._time) for seq in group.seqs}
+    times = {id(seq.constraints[-1]._mask_time) for seq in group.seqs}
     shared_llm.abort_request("of masks")
     assert len(group.seqs) == 3 and len(times) == 1
 

@@ -25,7 +25,7 @@ WORD, HALF = 2**64 - 1, 2**32 - 1
 
 
 def forged(target: bytes, content: bytes, prefix: bytes = b"") -> bytes:
-    """Bytes that XXH3 cannot tell from `target` after the prefix; 10 of 16 stripes are those of `content`."""
+    """Bytes that XXH3 cannot tell from `target` after the prefix; 10 of 16 stripes have the bytes of `content`."""
     wanted, made = prefix + target, bytearray(prefix + content)
     num_blocks = (len(wanted) - 64) // 1024
     made[num_blocks * 1024 :] = wanted[num_blocks * 1024 :]

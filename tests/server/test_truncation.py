@@ -58,9 +58,11 @@ def test_a_prompt_that_is_still_too_long_is_refused(app):
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, completion()), (EMBEDDINGS, {"model": "bundled", "input": "a"})]
 )
-def test_more_tokens_than_the_context_has_are_refused(path, body, app):
+def test_more_tokens_than_the_context_has_are_refused_and_a_side_alone(path, body, app):
     answer = call(app, "POST", path, json=body | {"truncate_prompt_tokens": 2049})
     assert answer.status_code == 400 and "must be at most max_model_len, 2048, got 2049" in answer.text
+    answer = call(app, "POST", path, json=body | {"truncation_side": "right"})
+    assert answer.status_code == 400 and "truncation_side needs truncate_prompt_tokens; give both" in answer.text
 
 
 @pytest.mark.parametrize(("number", "num_words"), [(1, 30), (7, 20_000), (2048, 30), (-1, 30), (-1, 20_000)])
