@@ -148,7 +148,7 @@ class AsyncLLM:
         # Processes that share a model are started again together, if one of them is lost.
         is_fleet = data_parallel_size > 1 or config.tensor_parallel_size > 1
         engine = EngineFleet(model, config, data_parallel_size, release_after) if is_fleet else LLMEngine(model, config)
-        self._engine = engine
+        self._engine, self.config = engine, config
         try:
             self._intake = Intake(engine, processor, video_backend, mm_processor_kwargs)
         except BaseException:
@@ -162,8 +162,10 @@ class AsyncLLM:
         self.sampling_defaults = dict(engine.model_config.sampling_defaults)  # of generation_config.json
         self.hidden_size = engine.model_config.hidden_size  # of embeddings
         self.max_model_len, self.max_num_seqs = engine.max_model_len, engine.max_num_seqs
+        self.block_size = engine.block_size  # of the KV cache
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
+        self.num_refused = 0  # requests, with EngineBusy
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
@@ -389,6 +391,7 @@ class AsyncLLM:
         if not self._thread.is_up:
             raise EngineUnavailable("no engine is up; they are being started again, try again later")
         if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # bytes are waited for, not refused
+            self.num_refused += 1
             raise EngineBusy(len(self._streams), self.admission.max_requests)
 
     @contextmanager

@@ -70,6 +70,7 @@ class RequestMetrics:
     encoding_time: float | None  # of the ViT in the steps that encoded its images; other requests may share them
     prefill_time: float | None  # from when it was first scheduled until the first token, with the ViT
     decode_time: float | None  # from the first token until the end
+    inference_time: float | None  # from when it was first scheduled until the end
     time_to_first_token: float | None  # from its arrival
     time_per_output_token: float | None  # mean of the tokens after the first, of its longest completion
     e2e_time: float | None  # from its arrival
@@ -104,6 +105,7 @@ class RequestOutput:
     encoding_start_time: float | None = None  # of the first step that encoded images of the request
     encoding_time: float | None = None  # seconds of the ViT
     prompt: str | None = None
+    num_preemptions: int = 0  # of its completions, whose KV was computed again
 
     @property
     def outputs(self) -> list[CompletionOutput]:
@@ -157,6 +159,7 @@ class RequestOutput:
             encoding_time=self.encoding_time,
             prefill_time=_between(self.first_scheduled_time, self.first_token_time),
             decode_time=_between(self.first_token_time, self.finish_time),
+            inference_time=_between(self.first_scheduled_time, self.finish_time),
             time_to_first_token=_between(self.arrival_time, self.first_token_time),
             time_per_output_token=self._time_per_output_token(),
             e2e_time=_between(self.arrival_time, self.finish_time),

@@ -9,10 +9,14 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import MediaRules
+from mmvllm.text import shown
 from mmvllm.time_limit import TimeIsOver, Watchdog
 
 SECONDS = 10.0  # for a template to render messages
 WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})
+
+ROLES = frozenset(("system", "user", "assistant", "tool"))
+_MARK = "[message {} is here]"
 
 _WATCHDOG = Watchdog()
 _PARTS = ({"type": "image"}, {"type": "text", "text": "What is this?"})
@@ -60,16 +64,31 @@ class ChatTemplate:
     def render(self, messages: list[dict], kwargs: Mapping[str, Any], options: Mapping[str, Any] = WITH_PROMPT) -> str:
         """Return the text of a prompt; `options` are arguments of `apply_chat_template`, `kwargs` of the template.
 
-        Raises RequestError for a template that is missing, refuses, or takes too long.
+        Raises RequestError for a template that is missing, refuses, takes too long, or leaves out a message because of
+        its role.
         """
         what = "these messages and chat_template_kwargs" if kwargs else "these messages"
         given = messages if self.takes_parts else [*map(self._as_string, messages)]
         try:
-            return self._apply(given, {**options, **kwargs})
+            text = self._apply(given, {**options, **kwargs})
+            self._check_roles(given, {**options, **kwargs})
+            return text
         except RequestError:
             raise
         except Exception as error:  # templates are programs, and raise anything
             raise RequestError(f"the chat template cannot render {what}: {error}") from error
+
+    def _check_roles(self, messages: list[dict], keys: Mapping[str, Any]) -> None:
+        """Raise RequestError for a role other than `ROLES` whose messages the template leaves out."""
+        marks = {i: _MARK.format(i) for i, message in enumerate(messages) if message["role"] not in ROLES}
+        if not marks:
+            return
+        marked = [_marked(message, marks[i]) if i in marks else message for i, message in enumerate(messages)]
+        text = self._apply(marked, keys)
+        for i, mark in marks.items():
+            if mark not in text:
+                message = f"the chat template leaves out messages with the role {shown(messages[i]['role'], 100)}"
+                raise RequestError(f"{message}; it must be one of {', '.join(sorted(ROLES))}", param="messages")
 
     def _apply(self, messages: list[dict], keys: Mapping[str, Any]) -> str:
         apply = partial(self._owner.apply_chat_template, messages, tokenize=False, **self._own, **keys)
@@ -100,3 +119,10 @@ class ChatTemplate:
         if part["type"] == "text":
             return part["text"]
         return self._rules.start + getattr(self._rules, part["type"]) + self._rules.end
+
+
+def _marked(message: dict, mark: str) -> dict:
+    """The message with a text at its end."""
+    content = message["content"]
+    parts = content + mark if isinstance(content, str) else [*content, {"type": "text", "text": mark}]
+    return {**message, "content": parts}

@@ -76,8 +76,8 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         metavar="KEY",
-        help="require one of these API keys on /v1, /docs and /openapi.json. Other users of this machine can see them; "
-        f"they cannot see a key in the environment variable {KEY_VARIABLE}",
+        help="require one of these API keys, except for health, load, metrics, the version and the demo page. Other "
+        f"users of this machine can see them; they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(
         "--cors-origin",
@@ -106,6 +106,11 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         help="ignore fields of requests that this server does not know, and name them in the log, instead of refusing "
         "the request",
     )
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="also serve the tokenizer's configuration and the chat template at /tokenizer_info",
+    )
     group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
     group.add_argument(
         "--keep-alive",
@@ -129,6 +134,17 @@ def _add_observability(group: argparse._ArgumentGroup) -> None:
         default=DEFAULTS.metrics_names,
         help="vllm: serve the metrics by the names that they have in vLLM as well, for its dashboards and autoscalers "
         "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="put the token counts so far into each chunk of a stream, whatever its stream_options say",
+    )
+    group.add_argument(
+        "--enable-per-request-metrics",
+        action="store_true",
+        help="put the times of a request with one choice, in milliseconds, into the field metrics of its response, or "
+        "of the last chunk if that has the usage",
     )
     group.add_argument("--access-log", action="store_true", help="log a line per HTTP request to standard error")
     group.add_argument(
@@ -322,7 +338,10 @@ def _settings(
         ignores_unknown_fields=args.ignore_unknown_fields,
         scheduling_policy=args.scheduling_policy,
         log_requests=args.log_requests,
+        always_includes_usage=args.enable_force_include_usage,
+        shows_times=args.enable_per_request_metrics,
         metrics_names=args.metrics_names,
+        shows_tokenizer=args.enable_tokenizer_info_endpoint,
         has_demo=args.demo,
     )
 

@@ -73,6 +73,7 @@ class EngineFleet:
         self.facts = tuple(facts)
         self.max_model_len = min(own.max_model_len for own in facts)
         self.max_num_seqs = sum(own.max_num_seqs for own in facts)
+        self.block_size = facts[0].block_size
 
     @property
     def pids(self) -> list[int | None]:

@@ -117,6 +117,7 @@ class OutputProcessor:
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens("image"),
             num_video_tokens=first.num_media_tokens("video"),
+            num_preemptions=sum(seq.num_preemptions for seq in group.seqs),
             error=None if group.error is None else str(group.error),
             exception=group.error if isinstance(group.error, RequestError) else None,
             arrival_time=first.arrival_time,

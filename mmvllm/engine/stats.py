@@ -2,9 +2,11 @@
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import add
 
 from mmvllm.engine.schedule import Schedule
 from mmvllm.engine.scheduler import Scheduler
@@ -13,8 +15,9 @@ from mmvllm.outputs import RequestOutput
 RATE_WINDOW_S = 10.0
 TOTALS = (
     *("num_finished", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("num_images", "num_encoded_images", "num_preemptions"),
+    *("num_images", "num_encoded_images", "num_preemptions", "step_sizes"),
 )
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) 
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """The number of steps by the tokens that they computed: of at most each of `STEP_SIZES`, and of more."""
+
+    counts: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # each step is in one of them
+    num_tokens: int = 0  # of all steps
+
+    def __add__(self, other: "StepSizes") -> "StepSizes":
+        return StepSizes(tuple(map(add, self.counts, other.counts)), self.num_tokens + other.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """An engine's current state, and `TOTALS` since it started."""
 
@@ -73,6 +87,7 @@ class EngineStats:
     num_images: int = 0  # of requests that have begun, and temporal patches of their videos
     num_encoded_images: int = 0
     num_preemptions: int = 0
+    step_sizes: StepSizes = StepSizes()
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
         """Those of two engines, or of two processes of one engine, together."""
@@ -107,9 +122,13 @@ class Meter:
         self._recent_prompt_tokens, self._recent_output_tokens = _RecentSum(), _RecentSum()
         self._finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._images = self._encoded_images = 0
+        self._step_counts, self._step_tokens = [0] * (len(STEP_SIZES) + 1), 0
 
     def add_step(self, step: StepStats) -> None:
+        num_tokens = step.num_prefill_tokens + step.num_decode_tokens
         with self._lock:
+            self._step_counts[bisect_left(STEP_SIZES, num_tokens)] += 1
+            self._step_tokens += num_tokens
             self._images += step.num_new_images
             self._encoded_images += step.num_images
             self._recent_prompt_tokens.add(step.num_prefill_tokens)
@@ -142,6 +161,7 @@ class Meter:
                 num_images=self._images,
                 num_encoded_images=self._encoded_images,
                 num_preemptions=scheduler.num_preemptions,
+                step_sizes=StepSizes(tuple(self._step_counts), self._step_tokens),
             )
 
 

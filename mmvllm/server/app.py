@@ -22,7 +22,7 @@ from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_router
 from mmvllm.server.paths import TrailingSlashMiddleware
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
+from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Invocation, PoolingRequest
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
 from mmvllm.server.response_store import ResponseStore, not_stored
@@ -35,8 +35,10 @@ from mmvllm.server.responses import (
     HealthResponse,
     InputTokens,
     LoadResponse,
+    PooledList,
     ResponseObject,
     TokenizeResponse,
+    TokenizerInfo,
     VersionResponse,
 )
 from mmvllm.server.responses_request import ResponsesRequest
@@ -109,31 +111,41 @@ def _route_class(settings: ServerSettings) -> type[StrictRoute]:
 def _completions(
     engine: AsyncLLM, settings: ServerSettings, metrics: Metrics, decoder: MediaDecoder, jobs: JobFactory
 ) -> APIRouter:
-    router = APIRouter(prefix="/v1", route_class=_route_class(settings), tags=["completions"])
+    router = APIRouter(route_class=_route_class(settings), tags=["completions"])
     log = RequestLog(settings.log_requests)
 
     def response(job: CompletionJob) -> CompletionResponse:
         return CompletionResponse(job, engine, settings, metrics, decoder, log)
 
-    @router.post("/chat/completions", response_model=ChatCompletion, responses=STREAMS)
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Create a completion for a conversation, whose images and videos are parts `image_url` and `video_url`."""
         return response(jobs.chat(body, request.state.reservation))
 
-    @router.post("/completions", response_model=Completion, responses=STREAMS)
+    @router.post("/v1/completions", response_model=Completion, responses=STREAMS)
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
         return response(jobs.completion(body))
 
-    @router.post("/responses", response_model=ResponseObject, responses=STREAMS)
+    @router.post("/v1/responses", response_model=ResponseObject, responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Create a response as OpenAI's Responses API has it."""
         return response(jobs.response(body, request.state.reservation))
 
-    @router.post("/embeddings", response_model=EmbeddingList, responses=ERRORS)
+    @router.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Create a vector for each of several inputs, or for a conversation with images and videos."""
         return response(jobs.embeddings(body, request.state.reservation))
+
+    @router.post("/pooling", response_model=PooledList, responses=ERRORS)
+    async def pooling(body: PoolingRequest, request: Request) -> Response:
+        """Create embeddings, in vLLM's own form."""
+        return response(jobs.embeddings(body, request.state.reservation))
+
+    @router.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
+    async def invocations(body: Invocation, request: Request) -> Response:
+        """Create what a body with `messages`, `prompt` or `input` asks for, at the path that SageMaker calls."""
+        return response(jobs.invocation(body, request.state.reservation))
 
     return router
 
@@ -188,6 +200,13 @@ def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, j
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens."""
         return tokens.detokenize(body)
+
+    if settings.shows_tokenizer:
+
+        @router.get("/tokenizer_info")
+        async def tokenizer_info() -> TokenizerInfo:
+            """The tokenizer's configuration and the chat template."""
+            return tokens.info()
 
     return router
 

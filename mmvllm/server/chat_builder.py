@@ -40,7 +40,8 @@ class ChatResponseBuilder(ResponseBuilder):
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
         """The response to a request that is not streamed."""
         made = [self._choice(choice) for choice in choices]
-        return ChatCompletion(**self._head, choices=made, usage=usage, **self._of_prompt(choices[0].output))
+        others = self._of_prompt(choices[0].output) | self._times()
+        return ChatCompletion(**self._head, choices=made, usage=usage, **others)
 
     def _choice(self, choice: ChoiceBuffer) -> dict:
         text, message = "".join(choice.text), {"role": "assistant"}

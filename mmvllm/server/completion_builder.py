@@ -52,7 +52,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             }
             for choice in choices
         ]
-        return Completion(**self._head, choices=made, usage=usage)
+        return Completion(**self._head, choices=made, usage=usage, **self._times())
 
     def first_chunks(self, _num_choices: int, _delta: Delta) -> list[dict]:
         """A completion stream has no chunks before the first text."""

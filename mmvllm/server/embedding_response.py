@@ -1,10 +1,11 @@
-"""Builds OpenAI's response to a request for embeddings."""
+"""Builds responses to requests for embeddings."""
 
 import base64
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,9 @@ import torch
 from mmvllm.outputs import Delta
 from mmvllm.server.errors import ApiError
 from mmvllm.server.response_builder import ChoiceBuffer
-from mmvllm.server.responses import EmbeddingList, Usage
+from mmvllm.server.responses import EmbeddingList, PooledList, Usage
+
+Vector = list[float] | str  # base64
 
 MAX_NUMBERS = 2**22  # of all vectors of a response; as JSON, 80 MB
 
@@ -46,8 +49,10 @@ class EmbeddingResponseBuilder:
         encoding: of vectors in base64; None: lists of numbers.
     """
 
+    id_prefix = "embd"
+
     def __init__(self, model: str, prompt_field: str, encoding: VectorEncoding | None):
-        self.id, self.model, self.prompt_field = f"embd-{uuid.uuid4().hex}", model, prompt_field
+        self.id, self.model, self.prompt_field = f"{self.id_prefix}-{uuid.uuid4().hex}", model, prompt_field
         self._encoding, self.num_values = encoding, 0
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
@@ -59,15 +64,22 @@ class EmbeddingResponseBuilder:
                 message = f'{message}; give fewer inputs, or encoding_format "base64"'
                 raise ApiError(400, message, param=self.prompt_field)
 
-    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> EmbeddingList:
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> EmbeddingList | PooledList:
         """The response, with a vector for each input."""
-        return EmbeddingList(
-            id=self.id,
-            created=int(time.time()),
-            model=self.model,
-            data=[{"index": choice.index, "embedding": self._encoded(choice.output.embedding)} for choice in choices],
-            usage=usage,
-        )
+        vectors = {choice.index: self._encoded(choice.output.embedding) for choice in choices}
+        return self._list(vectors, {"id": self.id, "created": int(time.time()), "model": self.model, "usage": usage})
 
-    def _encoded(self, vector: np.ndarray) -> str | list[float]:
+    def _list(self, vectors: Mapping[int, Vector], head: Mapping[str, Any]) -> EmbeddingList | PooledList:
+        return EmbeddingList(data=[{"index": i, "embedding": one} for i, one in vectors.items()], **head)
+
+    def _encoded(self, vector: np.ndarray) -> Vector:
         return vector.tolist() if self._encoding is None else base64.b64encode(self._encoding.bytes_of(vector)).decode()
+
+
+class PoolingResponseBuilder(EmbeddingResponseBuilder):
+    """Responses of /pooling, vLLM's own form of the same."""
+
+    id_prefix = "pool"
+
+    def _list(self, vectors: Mapping[int, Vector], head: Mapping[str, Any]) -> PooledList:
+        return PooledList(data=[{"index": i, "data": one} for i, one in vectors.items()], **head)

@@ -21,7 +21,7 @@ from mmvllm.server.chat_builder import ChatResponseBuilder
 from mmvllm.server.completion_builder import CompletionResponseBuilder
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
-from mmvllm.server.embedding_response import EmbeddingResponseBuilder
+from mmvllm.server.embedding_response import EmbeddingResponseBuilder, PoolingResponseBuilder
 from mmvllm.server.errors import ApiError, engine_errors
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.media_store import MediaStore, size_of
@@ -31,8 +31,11 @@ from mmvllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    Invocation,
+    PoolingRequest,
     ProcessorKwargs,
     SamplingRequest,
+    StreamOptions,
 )
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
@@ -130,18 +133,25 @@ class JobFactory:
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._video_fetches = asyncio.Semaphore(MAX_VIDEO_FETCHES)
 
+    def invocation(self, body: Invocation, reservation: ByteReservation) -> CompletionJob:
+        """A job for a chat, for prompts or for embeddings, whichever the body is."""
+        if isinstance(body, CompletionRequest):
+            return self.completion(body)
+        make = self.chat if isinstance(body, ChatRequest) else self.embeddings
+        return make(body, reservation)
+
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
         model, keys = self._model(body)
         use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, keys=keys)
-        shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body)
+        shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         boxes = body.mmvllm.boxes if body.mmvllm else None
         options = {"functions": use.names, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
-        return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **_streaming(body))
+        return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **self._streaming(body))
 
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
@@ -203,7 +213,8 @@ class JobFactory:
         if (body.input is None) is (body.messages is None):
             raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
         pooling = convert.pooling_params(body, self._engine.hidden_size)
-        builder = EmbeddingResponseBuilder(model, field, convert.encoding_of(body))
+        kind = PoolingResponseBuilder if isinstance(body, PoolingRequest) else EmbeddingResponseBuilder
+        builder = kind(model, field, convert.encoding_of(body))
         if body.messages is not None:
             if (body.truncate_prompt_tokens or 0) > 0:
                 message = "truncate_prompt_tokens is for input; the beginning of a conversation cannot be cut off"
@@ -259,11 +270,23 @@ class JobFactory:
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
             raise ApiError(400, message, param="prompt")
-        shown = params.num_logprobs, body.prompt_logprobs, *_named(body)
+        shown = params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         described, field = partial(described_prompts, prompts), structured_field(body)
-        return CompletionJob(requests, params, builder, described, structured=field, **_streaming(body))
+        return CompletionJob(requests, params, builder, described, structured=field, **self._streaming(body))
+
+    def _streaming(self, body: SamplingRequest) -> dict[str, bool]:
+        if body.stream and body.prompt_logprobs is not None:  # as in vLLM
+            raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+        always, options = self._settings.always_includes_usage, body.stream_options or StreamOptions()
+        return {
+            "streams": bool(body.stream),
+            "includes_usage": always or bool(options.include_usage),
+            "repeats_usage": always or bool(options.include_usage and options.continuous_usage_stats),
+        }
 
     def _model(self, body: SamplingRequest | EmbeddingRequest | ResponsesRequest) -> tuple[str, dict[str, Any]]:
         """The name of the model that a request asks for, and keys of the engine's requests."""
@@ -403,13 +426,3 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
     finally:
         for task in tasks:
             task.cancel()
-
-
-def _streaming(body: SamplingRequest) -> dict[str, bool]:
-    if body.stream and body.prompt_logprobs is not None:  # as in vLLM
-        raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
-    includes_usage = bool(body.stream_options and body.stream_options.include_usage)
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    repeats_usage = includes_usage and bool(body.stream_options.continuous_usage_stats)
-    return {"streams": bool(body.stream), "includes_usage": includes_usage, "repeats_usage": repeats_usage}

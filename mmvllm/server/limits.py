@@ -14,7 +14,7 @@ from mmvllm.server.errors import ApiError, out_of_memory
 # that send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
-PATHS_WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache", "/docs", "/openapi.json")  # prefixes
+PATHS_WITHOUT_KEY = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version")
 
 
 class ClientDisconnected(Exception):
@@ -101,7 +101,8 @@ class AuthAndSizeLimitMiddleware:
 
     def _client(self, scope: Scope) -> int | None:
         """The index of the key of a request, or None if it needs none; raises ApiError for a wrong key."""
-        if not self._keys or not scope["path"].startswith(PATHS_WITH_KEY):
+        path = scope["path"]
+        if not self._keys or path in PATHS_WITHOUT_KEY or f"{path}/" in self._open_paths:  # which is redirected
             return None
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
         # Every key is compared, so that the response time reveals nothing.

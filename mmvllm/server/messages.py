@@ -284,8 +284,11 @@ PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and mod
 
 class InputMessage(OpenModel):
     role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool"],  # all of them, for the error message
-        WithJsonSchema({"type": "string", "enum": ["system", "developer", "user"]}),
+        str,
+        Field(
+            pattern=r"^[\w-]{1,64}$",
+            description="system, developer (the same), user, or another one that the chat template writes.",
+        ),
     ]
     misplaced = (*CONTENT, *OPTIONS, "output", "result", "documents")
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.vllm_metrics import VllmMetrics
@@ -51,23 +52,23 @@ class Metrics:
         )
         self._vllm = VllmMetrics(registry, engine, settings) if settings.metrics_names == "vllm" else None
 
-    def observe(self, delta: Delta) -> None:
-        """Count the completion, or the request, that ends with this delta."""
+    def observe(self, delta: Delta, params: SamplingParams, gap: float | None) -> None:
+        """Count a delta of a request with these parameters, `gap` seconds after its completion's delta before it."""
         if delta.finish_reason is not None:
             self.completions.labels(delta.finish_reason).inc()
         if self._vllm is not None:
-            self._vllm.observe(delta)
+            self._vllm.observe(delta, gap)
         if delta.output is not None and None not in (delta.output.first_token_time, delta.output.finish_time):
-            self._observe_request(delta.output)
+            self._observe_request(delta.output, params)
 
-    def _observe_request(self, output: RequestOutput) -> None:
+    def _observe_request(self, output: RequestOutput, params: SamplingParams) -> None:
         times = output.metrics
         self.first_token.observe(times.time_to_first_token)
         self.end_to_end.observe(times.e2e_time)
         if times.time_per_output_token is not None:
             self.per_token.observe(times.time_per_output_token)
         if self._vllm is not None:
-            self._vllm.observe_request(output)
+            self._vllm.observe_request(output, params)
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -384,6 +384,24 @@ class EmbeddingRequest(ChatPrompt):
     truncation_side: TruncationSide | None = TRUNCATION_SIDE
 
 
+class PoolingRequest(EmbeddingRequest):
+    """POST /pooling: as /v1/embeddings"""
+
+    task: Literal["embed"] | None = None
+
+
+def _invocation_tag(body: Any) -> str:
+    fields = {"prompt": "a completion", "input": "embeddings"}
+    tags = (tag for field, tag in fields.items() if isinstance(body, dict) and field in body)
+    return next(tags, "a chat")
+
+
+Invocation = Annotated[
+    Annotated[ChatRequest, Tag("a chat")]
+    | Annotated[CompletionRequest, Tag("a completion")]
+    | Annotated[EmbeddingRequest, Tag("embeddings")],
+    Discriminator(_invocation_tag),
+]
 MAX_NAME, MAX_PATH = 256, 4096  # characters
 
 

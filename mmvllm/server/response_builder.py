@@ -95,11 +95,13 @@ class ResponseBuilder:
         prompt_logprobs: int | None = None,
         returns_token_ids: bool = False,
         names_tokens_by_id: bool = False,
+        shows_times: bool = False,
     ):
         """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
 
         `prompt_logprobs` is the same for the prompt's tokens, in a separate field. `names_tokens_by_id` shows
-        "token_id:5" in place of the texts of tokens, of which several may be equal.
+        "token_id:5" in place of the texts of tokens, of which several may be equal. `shows_times` adds `RequestTimes`
+        to the response, or to the last chunk with the usage, if there is one choice.
         """
         self.model = model
         self._head = {
@@ -112,12 +114,15 @@ class ResponseBuilder:
         }
         self._tokenizer, self._top_logprobs, self._prompt_logprobs = tokenizer, top_logprobs, prompt_logprobs
         self._returns_token_ids, self._names_by_id, self.num_values = returns_token_ids, names_tokens_by_id, 0
+        self._shows_times, self._outputs = shows_times, []
 
     def count(self, delta: Delta, is_streamed: bool) -> None:
         """Add the log-probabilities of a delta to `num_values`; a stream counts only the echoed prompt.
 
         Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`.
         """
+        if delta.output is not None:
+            self._outputs.append(delta.output)
         prompt, entries = (delta, ()) if is_streamed else (delta.output, delta.logprobs or ())
         if prompt is not None:
             num_copies = len(prompt.completions) if self.repeats_prompt and not is_streamed else 1
@@ -140,7 +145,7 @@ class ResponseBuilder:
     def last_chunks(self, usage: Usage, includes_usage: bool) -> list[dict]:
         """The chunks that end a stream."""
         chunk = self._head | {"object": self.chunk_kind, "choices": [], "usage": usage.model_dump()}
-        return [chunk] if includes_usage else []
+        return [chunk | self._times()] if includes_usage else []
 
     def error_chunk(self, error: ApiError) -> dict:
         """The chunk that ends a stream with an error."""
@@ -148,6 +153,21 @@ class ResponseBuilder:
 
     def _chunk(self, choice: dict) -> dict:
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
+
+    def _times(self) -> dict[str, dict[str, float | None]]:
+        """The field `metrics`, if it is asked for and there is one choice."""
+        if not self._shows_times or len(self._outputs) != 1 or len(self._outputs[0].completions) != 1:
+            return {}
+        found = self._outputs[0].metrics
+        times = {
+            "queue_time_ms": found.time_in_queue,
+            "time_to_first_token_ms": found.time_to_first_token,
+            "generation_time_ms": found.decode_time,
+            "mean_itl_ms": found.time_per_output_token,
+        }
+        shown = {name: None if seconds is None else seconds * 1000 for name, seconds in times.items()}
+        rate = 1 / found.time_per_output_token if found.time_per_output_token else None
+        return {"metrics": shown | {"tokens_per_second": rate}}
 
     def _token_ids(self, token_ids: list[int]) -> dict[str, list[int]]:
         return {"token_ids": token_ids} if self._returns_token_ids else {}

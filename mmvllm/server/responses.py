@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 
 class PromptTokensDetails(BaseModel):
@@ -18,6 +18,17 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class RequestTimes(BaseModel):
+    """The times of a request with one choice, by vLLM's names; null without a first token, or without a second one."""
+
+    queue_time_ms: float | None
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None  # from the first token until the last
+    mean_itl_ms: float | None  # between two tokens
+    tokens_per_second: float | None  # after the first
+
+
+ShownTimes = Annotated[RequestTimes | None, Field(None, exclude_if=lambda value: value is None)]
 FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # "repetition" as in vLLM, on request
 StopReason = str | int | None  # the stop string or token that ended a choice, as in vLLM
 
@@ -102,6 +113,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    metrics: ShownTimes
 
 
 class CompletionLogprobs(BaseModel):
@@ -131,6 +143,7 @@ class Completion(BaseModel):
     usage: Usage
     service_tier: None
     system_fingerprint: None
+    metrics: ShownTimes
 
 
 class OutputText(BaseModel):
@@ -233,6 +246,28 @@ class EmbeddingList(BaseModel):
     model: str
     data: list[Embedding]
     usage: Usage
+
+
+class PooledVector(BaseModel):
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str  # base64
+
+
+class PooledList(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PooledVector]
+    usage: Usage
+
+
+class TokenizerInfo(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    chat_template: str | dict[str, str] | None
 
 
 class ModelCard(BaseModel):

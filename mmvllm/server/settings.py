@@ -17,9 +17,9 @@ class ServerSettings:
 
     Args:
         model_names: the names under which requests may address the model.
-        api_keys: keys that are accepted for /v1, /tokenize, /detokenize, /reset_prefix_cache, /docs and /openapi.json,
-            without the white space around them; if empty, these need no key. ValueError is raised for one that no HTTP
-            header can carry.
+        api_keys: keys of which requests must have one, without the white space around them; if empty, none is needed.
+            Health, load, metrics and the version need none, nor does the demo page. ValueError is raised for a key
+            that no HTTP header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
         max_images: images per request.
@@ -46,7 +46,10 @@ class ServerSettings:
         scheduling_policy: "fcfs", first come, first served; or "priority", by the `priority` of requests, which other
             servers refuse.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
+        always_includes_usage: each chunk of a stream has the usage so far, whatever its stream_options say.
+        shows_times: chats and completions with one choice have `metrics`, with their times in milliseconds.
         metrics_names: "mmvllm", or "vllm" to serve the metrics by the names that they have in vLLM as well.
+        shows_tokenizer: also serve /tokenizer_info, the tokenizer's configuration and its chat template.
         has_demo: also serve the demo page at /demo, without API keys.
     """
 
@@ -74,7 +77,10 @@ class ServerSettings:
     ignores_unknown_fields: bool = False
     scheduling_policy: str = "fcfs"
     log_requests: str | None = None
+    always_includes_usage: bool = False
+    shows_times: bool = False
     metrics_names: str = "mmvllm"
+    shows_tokenizer: bool = False
     has_demo: bool = False
 
     def __post_init__(self) -> None:

@@ -3,22 +3,30 @@
 Counters and gauges have the labels `model_name` and `engine`; what is measured of requests has `model_name`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mmvllm.async_llm import AsyncLLM
-from mmvllm.engine.stats import EngineStats
+from mmvllm.engine.stats import STEP_SIZES, EngineStats
 from mmvllm.metrics import COUNTERS, GAUGES, PREFIX
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 
+T = TypeVar("T")
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-HISTOGRAMS = {
+NUMBERS = (1, 2, 5, 10, 20)
+ENGINE_LABELS = ["model_name", "engine"]
+# By name: the value, the bounds, and what it means.
+Table = Mapping[str, tuple[Callable[[T], float | None], tuple[float, ...], str]]
+OF_REQUESTS: Table[RequestOutput] = {
     "time_to_first_token_seconds": (lambda out: out.metrics.time_to_first_token, SECONDS, "From admission."),
     "e2e_request_latency_seconds": (lambda out: out.metrics.e2e_time, SECONDS, "From admission to the last token."),
     "request_queue_time_seconds": (
@@ -30,6 +38,11 @@ HISTOGRAMS = {
         lambda out: out.metrics.prefill_time,
         SECONDS,
         "From when a request was first scheduled until its first token.",
+    ),
+    "request_inference_time_seconds": (
+        lambda out: out.metrics.inference_time,
+        SECONDS,
+        "From when a request was first scheduled until its last token.",
     ),
     "request_decode_time_seconds": (
         lambda out: out.metrics.decode_time,
@@ -47,6 +60,11 @@ HISTOGRAMS = {
         TOKENS,
         "Generated tokens of a request.",
     ),
+    "request_num_preemptions": (lambda out: out.num_preemptions, (0, *NUMBERS), "Preemptions of a request."),
+}
+OF_PARAMS: Table[SamplingParams] = {
+    "request_params_n": (lambda params: params.n, NUMBERS, "The parameter n of a request."),
+    "request_params_max_tokens": (lambda params: params.max_tokens, TOKENS, "The parameter max_tokens of a request."),
 }
 _REASONS = {"eos": "stop", "aborted": "abort"}  # others have the same name
 
@@ -56,32 +74,82 @@ class VllmMetrics:
 
     def __init__(self, registry: CollectorRegistry, engine: AsyncLLM, settings: ServerSettings):
         self._engine, self._model_name = engine, settings.model_names[0]
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
+
         self._histograms = {
-            name: Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
-            for name, (_, buckets, text) in HISTOGRAMS.items()
+            name: histogram(name, text, buckets) for name, (_, buckets, text) in {**OF_REQUESTS, **OF_PARAMS}.items()
         }
+        self._gaps = histogram("inter_token_latency_seconds", "Between the tokens of a completion.", SECONDS)
         labels = ["model_name", "finished_reason"]
         self._success = Counter(f"{PREFIX}request_success", "Finished completions.", labels, registry=registry)
         registry.register(self)
 
-    def observe(self, delta: Delta) -> None:
-        """Count the completion that ends with this delta."""
+    def observe(self, delta: Delta, gap: float | None) -> None:
+        """Count a delta, `gap` seconds after its completion's delta before it."""
+        if gap is not None:
+            self._gaps.labels(self._model_name).observe(gap)
         if delta.finish_reason is not None:
             reason = _REASONS.get(delta.finish_reason, delta.finish_reason)
             self._success.labels(self._model_name, reason).inc()
 
-    def observe_request(self, output: RequestOutput) -> None:
+    def observe_request(self, output: RequestOutput, params: SamplingParams) -> None:
         """Measure a finished request."""
-        for name, (value, _, _) in HISTOGRAMS.items():
-            if (measured := value(output)) is not None:
+        self._measure(OF_REQUESTS, output)
+        self._measure(OF_PARAMS, params)
+
+    def _measure(self, table: Table[T], of: T) -> None:
+        for name, (value, _, _) in table.items():
+            if (measured := value(of)) is not None:
                 self._histograms[name].labels(self._model_name).observe(measured)
 
     def collect(self) -> Iterator[Metric]:
         """The engines' statistics, as prometheus_client asks for them."""
-        each = [([self._model_name, str(i)], stats) for i, stats in enumerate(self._engine_stats())]
-        return engine_families(PREFIX, GAUGES, COUNTERS, ["model_name", "engine"], each)
+        each, num_preparing = self._engine.engine_stats(), self._engine.stats().num_preparing
+        labels = [[self._model_name, str(i)] for i in range(len(each))]
+        preparing = [num_preparing] + [0] * (len(each) - 1)
+        waiting = [replace(one, num_waiting=one.num_waiting + more) for one, more in zip(each, preparing, strict=True)]
+        yield from engine_families(PREFIX, GAUGES, COUNTERS, ENGINE_LABELS, [*zip(labels, waiting, strict=True)])
+        yield self._waiting_by_reason(labels, each, preparing)
+        yield self._step_sizes(labels, each)
+        yield self._cache_config(labels, each)
+        refused = CounterMetricFamily(
+            f"{PREFIX}admission_rejections", "Requests refused as busy.", labels=["model_name", "reason"]
+        )
+        refused.add_metric([self._model_name, "max_waiting"], self._engine.num_refused)
+        yield refused
 
-    def _engine_stats(self) -> list[EngineStats]:
-        first, *others = self._engine.engine_stats()
-        waiting = first.num_waiting + self._engine.stats().num_preparing
-        return [replace(first, num_waiting=waiting), *others]
+    def _waiting_by_reason(
+        self, labels: Sequence[list[str]], each: Sequence[EngineStats], preparing: Sequence[int]
+    ) -> Metric:
+        text = "Waiting for room in the engine (capacity), or for their preparation (deferred)."
+        names = [*ENGINE_LABELS, "reason"]
+        family = GaugeMetricFamily(f"{PREFIX}num_requests_waiting_by_reason", text, labels=names)
+        for own, stats, deferred in zip(labels, each, preparing, strict=True):
+            family.add_metric([*own, "capacity"], stats.num_waiting)
+            family.add_metric([*own, "deferred"], deferred)
+        return family
+
+    def _step_sizes(self, labels: Sequence[list[str]], each: Sequence[EngineStats]) -> Metric:
+        text = "Tokens that a step computed."
+        family = HistogramMetricFamily(f"{PREFIX}iteration_tokens_total", text, labels=ENGINE_LABELS)
+        bounds = [*(f"{bound:.1f}" for bound in STEP_SIZES), "+Inf"]
+        for own, stats in zip(labels, each, strict=True):
+            counts = accumulate(stats.step_sizes.counts)
+            family.add_metric(own, [*zip(bounds, counts, strict=True)], stats.step_sizes.num_tokens)
+        return family
+
+    def _cache_config(self, labels: Sequence[list[str]], each: Sequence[EngineStats]) -> Metric:
+        config = self._engine.config
+        facts = {
+            "block_size": self._engine.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        names = [*ENGINE_LABELS, *facts, "num_gpu_blocks"]
+        family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "The KV cache, in labels.", labels=names)
+        for own, stats in zip(labels, each, strict=True):
+            family.add_metric([*own, *map(str, facts.values()), str(stats.num_blocks)], 1)
+        return family

@@ -33,6 +33,7 @@ async def test_requests_beyond_max_waiting_are_refused_and_queue_positions_are_r
     assert [engine.position(name) for name in ("a", "b", "c", "d")] == [0, 1, 2, None]
     with pytest.raises(EngineBusy, match="3 requests are being served or waiting"):
         await collect(engine, QUESTION, SHORT)
+    assert engine.num_refused == 1
     await streams[0].aclose()
     (deltas, _), *_ = await asyncio.gather(collect(engine, QUESTION, SHORT), engine.abort("b"), engine.abort("c"))
     assert len(deltas[-1].output.token_ids) == 6

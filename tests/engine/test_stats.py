@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmvllm.engine import stats
-from mmvllm.engine.stats import Meter, StepStats
+from mmvllm.engine.stats import STEP_SIZES, EngineStats, Meter, StepStats
 
 
 @pytest.fixture
@@ -16,10 +16,14 @@ def clock(monkeypatch):
     return now
 
 
-def rates(meter: Meter) -> tuple[float, float]:
+def stats_of(meter: Meter) -> EngineStats:
     blocks = SimpleNamespace(num_blocks=4, num_free_blocks=1)
     scheduler = SimpleNamespace(block_manager=blocks, waiting=[], running=[], num_preemptions=0)
-    current = meter.stats(scheduler, num_preparing=0)
+    return meter.stats(scheduler, num_preparing=0)
+
+
+def rates(meter: Meter) -> tuple[float, float]:
+    current = stats_of(meter)
     return current.prompt_tokens_per_s, current.output_tokens_per_s
 
 
@@ -43,3 +47,14 @@ def test_rates_are_of_the_last_seconds(clock):
     assert rates(meter) == (0.0, 0.6)
     clock.seconds += 10
     assert rates(meter) == (0.0, 0.0)
+
+
+def test_steps_are_counted_by_their_tokens_over_all_engines_and_restarts(clock):
+    meters = [Meter(), Meter()]
+    for meter, num_prompt_tokens in zip(meters, (5, 6), strict=True):  # 3 of decodes beside them
+        meter.add_step(step(clock, num_prompt_tokens))
+    meters[0].add_step(step(clock, STEP_SIZES[-1]))
+    first, second = map(stats_of, meters)
+    sizes = (first.totals() + second).step_sizes
+    assert sizes.num_tokens == 8 + 9 + STEP_SIZES[-1] + 3
+    assert {i: count for i, count in enumerate(sizes.counts) if count} == {1: 1, 2: 1, len(STEP_SIZES): 1}

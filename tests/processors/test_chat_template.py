@@ -210,3 +210,23 @@ def test_a_file_of_a_template_that_has_no_end_is_refused(tmp_path):
         load_tokenizer(BUNDLED, path)
     path.write_bytes(b"{{ 1 }}\r\n{{ 2 }}")
     assert load_tokenizer(BUNDLED, path).chat_template == "{{ 1 }}\n{{ 2 }}"
+
+
+KNOWN_ROLES_ONLY = STRINGS.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'critic' %}")
+
+
+@pytest.mark.parametrize("content", ["Be kind.", parts("Be kind.")], ids=str)
+def test_a_message_with_another_role_is_in_the_prompt_or_refused(content, prepare):
+    messages = [QUESTION, {"role": "critic", "content": content}]
+    prompt = prepare({"messages": messages})
+    assert "<|im_start|>critic\nBe kind.<|im_end|>" in prepare.tokenizer.decode(prompt.token_ids)
+    with pytest.raises(RequestError, match="leaves out messages with the role 'critic'; it must be one of assistant,"):
+        processor_of("bundled", KNOWN_ROLES_ONLY)({"messages": messages})
+    known = {"messages": [QUESTION, {"role": "system", "content": content}]}
+    assert processor_of("bundled", KNOWN_ROLES_ONLY)(known).token_ids
+
+
+def test_a_final_message_with_another_role_is_continued(prepare):
+    messages = [QUESTION, {"role": "critic", "content": "I think"}]
+    prompt = prepare({"messages": messages, "continue_final_message": True})
+    assert prepare.tokenizer.decode(prompt.token_ids).endswith("<|im_start|>critic\nI think")

@@ -33,6 +33,18 @@ def test_api_keys_are_required_for_v1_and_its_description(engine):
     assert call(app, "GET", "/health").status_code == 200
 
 
+OPEN = {"/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version"}
+
+
+def test_every_route_needs_the_key_unless_it_is_known_to_need_none(engine):
+    app = make_app(engine, api_keys=("secret",), allow_lora_updating=True, shows_tokenizer=True)
+    paths = app.openapi()["paths"].keys()
+    assert paths > OPEN
+    for path in {*paths, "/", "/docs", "/openapi.json", "/no/such/route", "/healthy", "/health/live/x"}:
+        for method in ("GET", "POST", "DELETE"):
+            assert (call(app, method, path).status_code == 401) is (path not in OPEN), (method, path)
+
+
 def test_cors_allows_configured_origins_also_for_errors(engine):
     app = make_app(engine, api_keys=("secret",), cors_origins=("https://a.example",))
     asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mmvllm.config import EngineConfig
 from mmvllm.engine.stats import EngineStats
+from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.server import CHAT, call, chat, make_app, metric_samples
@@ -14,15 +16,20 @@ MODEL = ("model_name", "bundled")
 ENGINE = ("engine", "0"), MODEL
 # What the Grafana dashboards of vLLM, llm-d and KEDA ask for.
 QUERIED = {
-    "gauge": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    "gauge": (
+        *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+        *("kv_cache_usage_perc", "cache_config_info"),
+    ),
     "counter": (
         *("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
-        "request_success",
+        *("request_success", "admission_rejections"),
     ),
     "histogram": (
         *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
         *("request_prefill_time_seconds", "request_decode_time_seconds", "request_time_per_output_token_seconds"),
-        *("request_prompt_tokens", "request_generation_tokens"),
+        *("request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+        *("request_inference_time_seconds", "request_num_preemptions"),
+        *("inter_token_latency_seconds", "iteration_tokens_total"),
     ),
 }
 
@@ -57,6 +64,13 @@ def test_the_metrics_count_what_requests_use(engine):
         assert moved(f"{name}_count", MODEL) == 2 and moved(f"{name}_sum", MODEL) > 0
     assert moved("request_generation_tokens_sum", MODEL) == 7 and moved("request_prompt_tokens_sum", MODEL) > 10
     assert moved("request_time_per_output_token_seconds_count", MODEL) == 1  # the other has one token
+    assert 0 < moved("inter_token_latency_seconds_count", MODEL) <= 4  # of six tokens, some of which share a delta
+    assert moved("request_params_n_sum", MODEL) == 3 and moved("request_params_max_tokens_sum", MODEL) == 4
+    assert moved("request_inference_time_seconds_sum", MODEL) > moved("request_decode_time_seconds_sum", MODEL)
+    assert moved("request_num_preemptions_count", MODEL) == 2 and moved("request_num_preemptions_sum", MODEL) == 0
+    steps = moved("iteration_tokens_total_count", *ENGINE)
+    assert 4 <= steps == moved("iteration_tokens_total_bucket", ENGINE[0], ("le", "+Inf"), MODEL)
+    assert 0 < moved("iteration_tokens_total_sum", *ENGINE) <= usage["prompt_tokens"] + usage["completion_tokens"]
     assert after["vllm:num_requests_running", *ENGINE] == after["vllm:num_requests_waiting", *ENGINE] == 0
 
 
@@ -65,7 +79,7 @@ def test_the_metrics_count_what_requests_use(engine):
 )
 def test_completions_are_counted_by_the_reasons_of_vllm(own, reason, engine):
     metrics = Metrics(engine, ServerSettings(model_names=("bundled",), metrics_names="vllm"))
-    metrics.observe(SimpleNamespace(finish_reason=own, output=None))
+    metrics.observe(SimpleNamespace(finish_reason=own, output=None), SamplingParams(), None)
     labels = {"finished_reason": reason, "model_name": "bundled"}
     assert metrics.registry.get_sample_value("vllm:request_success_total", labels) == 1
 
@@ -76,12 +90,24 @@ def test_each_engine_has_its_own_numbers_and_requests_in_preparation_wait():
         engine_stats=lambda: each,
         stats=lambda: EngineStats(num_preparing=5),
         health=lambda: SimpleNamespace(is_ready=True, engines=[]),
+        config=EngineConfig(),
+        block_size=16,
+        num_refused=2,
     )
     metrics = Metrics(engine, ServerSettings(model_names=("first", "second"), metrics_names="vllm"))
 
-    def value(name: str, index: str) -> float:
-        return metrics.registry.get_sample_value(f"vllm:{name}", {"engine": index, "model_name": "first"})
+    def value(name: str, index: str, **labels: str) -> float:
+        labels |= {"engine": index, "model_name": "first"}
+        return metrics.registry.get_sample_value(f"vllm:{name}", labels)
 
     assert [value("num_requests_waiting", index) for index in "01"] == [8, 0]
     assert [value("num_requests_running", index) for index in "01"] == [1, 0]
     assert [value("kv_cache_usage_perc", index) for index in "01"] == [0.25, 0]
+    by_reason = "num_requests_waiting_by_reason"
+    assert [value(by_reason, "0", reason=reason) for reason in ("capacity", "deferred")] == [3, 5]
+    assert [value(by_reason, "1", reason=reason) for reason in ("capacity", "deferred")] == [0, 0]
+    facts = {"block_size": "16", "cache_dtype": "auto", "enable_prefix_caching": "True"}
+    facts["gpu_memory_utilization"] = "0.9"
+    assert [value("cache_config_info", str(i), num_gpu_blocks=num, **facts) for i, num in enumerate("48")] == [1, 1]
+    labels = {"model_name": "first", "reason": "max_waiting"}
+    assert metrics.registry.get_sample_value("vllm:admission_rejections_total", labels) == 2
