@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
@@ -17,6 +17,7 @@ from mmvllm.server import docs, errors
 from mmvllm.server.body import LenientRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.errors import ApiError
+from mmvllm.server.input_items import input_items
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
@@ -33,6 +34,7 @@ from mmvllm.server.responses import (
     DetokenizeResponse,
     EmbeddingList,
     HealthResponse,
+    InputItems,
     InputTokens,
     LoadResponse,
     PooledList,
@@ -162,6 +164,25 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
         if (found := stored.get(response_id)) is None:
             raise missing(response_id)
         return Response(found.response, media_type="application/json")
+
+    @router.get("/{response_id}/input_items")
+    def input_items_of(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: Annotated[str | None, Query(description="The id of the last item that is known.")] = None,
+    ) -> InputItems:
+        """The input of a stored response. In a thread, since images may be large."""
+        if (found := stored.get(response_id)) is None:
+            raise missing(response_id)
+        items = input_items(found.given, response_id)[:: 1 if order == "asc" else -1]
+        ids = [item["id"] for item in items]
+        if after is not None and after not in ids:
+            raise ApiError(400, f"after is {after!r:.100}, which is not the id of an item", param="after")
+        begin = 0 if after is None else ids.index(after) + 1
+        shown = items[begin : begin + limit]
+        first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+        return InputItems(data=shown, first_id=first_id, last_id=last_id, has_more=begin + limit < len(items))
 
     @router.post("/{response_id}/cancel", response_model=ResponseObject)
     async def cancel(response_id: str) -> Response:

@@ -166,7 +166,8 @@ class JobFactory:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
         is_stored = body.store is not False and self.responses.accepts(messages, body.instructions)
-        store = partial(self.responses.add, messages=messages) if is_stored else None
+        num_given = len(messages_of(given))  # a call may belong to the last of the earlier ones
+        store = partial(self.responses.add, messages=messages, num_given=num_given) if is_stored else None
         builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use.names, store)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)

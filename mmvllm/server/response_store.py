@@ -17,10 +17,14 @@ LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as JSON, the chat messages of its whole conversation, and the items of its output by id."""
+    """A response as JSON, the chat messages of its whole conversation, and the items of its output by id.
+
+    `given` are the messages of the request, which are some of `messages`.
+    """
 
     response: bytes
     messages: Sequence[dict]
+    given: Sequence[dict]
     output: Mapping[str, Item]
     size: int  # in bytes; messages are shared with earlier responses, but each counts them
 
@@ -47,14 +51,15 @@ class ResponseStore:
         """Whether the response to a conversation can be stored, which repeats the `instructions`."""
         return LARGEST_SHARE * (size_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
 
-    def add(self, response: dict[str, Any], messages: Sequence[dict]) -> None:
-        """Store a response, without log-probabilities, to a conversation."""
+    def add(self, response: dict[str, Any], messages: Sequence[dict], num_given: int) -> None:
+        """Store a response, without log-probabilities, to a conversation, whose request had `num_given` messages."""
+        given = messages[-num_given:]
         response = response | {"output": [_without_logprobs(item) for item in response["output"]]}
         items = ITEMS.validate_python(response["output"])
         data, messages = json.dumps(response).encode(), messages_of(items, messages)
         output = {item["id"]: made for item, made in zip(response["output"], items, strict=True)}
         with self._lock:
-            stored = StoredResponse(data, messages, output, len(data) + size_of(messages))
+            stored = StoredResponse(data, messages, given, output, len(data) + size_of(messages))
             self._stored[response["id"]] = time.monotonic(), stored
             self._response_ids |= dict.fromkeys(output, response["id"])
             self._num_bytes += stored.size

@@ -217,6 +217,14 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
+class InputItems(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokens(BaseModel):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

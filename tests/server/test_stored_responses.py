@@ -64,6 +64,29 @@ def test_a_result_goes_on_with_the_call(app, client):
 
 
 @pytest.mark.network
+def test_the_input_of_a_response_can_be_read(client):
+    parts = [{"type": "input_image", "image_url": data_uri()}, {"type": "input_text", "text": "How many?"}]
+    keys = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "count"}, "max_output_tokens": 100}
+    first = create(client, [user("Hi"), {"role": "assistant", "content": "Yes?"}, user(*parts)], **keys)
+    items = client.responses.input_items.list(first.id, order="asc").data
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert (items[1].content[0].type, items[1].content[0].text) == ("output_text", "Yes?")
+    assert items[2].content[0].image_url == data_uri() and items[2].content[1].text == "How many?"
+    assert [item.id for item in client.responses.input_items.list(first.id, limit=1)] == [one.id for one in items[::-1]]
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "3"}
+    second = create(client, [result, user("And now?")], previous_response_id=first.id, tools=[TOOL])
+    answer, question = client.responses.input_items.list(second.id, order="asc").data
+    assert (answer.type, answer.call_id, answer.output) == (result["type"], result["call_id"], "3")
+    assert question.content[0].text == "And now?" and create(client, [user("Hi"), items[1]]).output_text
+    page = client.responses.input_items.list(second.id, limit=1, after=question.id)
+    assert page.data == [answer] and not page.has_more
+    with pytest.raises(openai.BadRequestError, match="after is 'x', which is not the id of an item"):
+        client.responses.input_items.list(second.id, after="x")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_x")
+
+
+@pytest.mark.network
 def test_a_response_can_be_read_and_deleted(client):
     made = create(client, metadata={"a": "b"})
     assert client.responses.retrieve(made.id) == made
@@ -102,17 +125,17 @@ def test_a_response_has_a_size_and_expires(monkeypatch):
     now = 0.0
     monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
     store = ResponseStore(20_000, 60)
-    store.add(response(0), [user("Hi")])
+    store.add(response(0), [user("Hi")], 1)
     size = store.get("resp_0").size
     assert 2000 < size < 4000  # as JSON, and as a message
-    store.add(response(1), store.get("resp_0").messages)
+    store.add(response(1), store.get("resp_0").messages, 1)
     now = 50.0
     assert len(store.get("resp_1", renews=True).messages) == 3 and store.output_item("msg_1").role == "assistant"
     now = 100.0  # resp_1 was continued 50 seconds ago, and resp_0 was never
     assert store.get("resp_0") is None and store.output_item("msg_0") is None and not store.remove("resp_0")
     assert store.get("resp_1") and store.remove("resp_1") and not store.remove("resp_1")
     for number in range(2, 20):
-        store.add(response(number), [user("Hi")])
+        store.add(response(number), [user("Hi")], 1)
         assert store._num_bytes == sum(stored.size for _, stored in store._stored.values()) <= 20_000
     there = [store.get(f"resp_{number}") is not None for number in range(2, 20)]
     assert there == sorted(there) and sum(there) == 20_000 // size

@@ -1,0 +1,34 @@
+"""The input of a stored response, as the items of OpenAI's Responses API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_PARTS = {"assistant": "output_text"}  # types of text parts by roles, if not input_text
+
+
+def input_items(messages: Sequence[dict], response_id: str) -> list[dict[str, Any]]:
+    """Convert chat messages, as `messages_of` makes them, to items with ids, in the order of the conversation."""
+    made = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            output = content if isinstance(content, str) else [_part(part, role) for part in content]
+            made.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": output})
+        elif content:
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            made.append({"type": "message", "role": role, "content": [_part(part, role) for part in parts]})
+        made += [
+            {"type": "function_call", "call_id": call["id"], **call["function"]}
+            for call in message.get("tool_calls", ())
+        ]
+    return [{"id": f"item_{response_id}_{i}", "status": "completed"} | item for i, item in enumerate(made)]
+
+
+def _part(part: dict, role: str) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": _PARTS.get(role, "input_text"), "text": part["text"]}
+    return {
+        "type": "input_image",
+        "image_url": part["image_url"]["url"],
+        "detail": part["image_url"]["detail"] or "auto",
+    }
