@@ -175,7 +175,7 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
         """The input of a stored response. In a thread, since images may be large."""
         if (found := stored.get(response_id)) is None:
             raise missing(response_id)
-        items = input_items(found.given, response_id)[:: 1 if order == "asc" else -1]
+        items = input_items(found.given, found.messages, response_id)[:: 1 if order == "asc" else -1]
         ids = [item["id"] for item in items]
         if after is not None and after not in ids:
             raise ApiError(400, f"after is {after!r:.100}, which is not the id of an item", param="after")

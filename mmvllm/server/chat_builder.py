@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import END, CallPiece, ToolCallParser, read_tool_calls
+from mmvllm.processors.tool_calls import END, CallPiece, FunctionCall, ToolCallParser, read_tool_calls
+from mmvllm.server.custom_calls import CustomCall, CustomCalls, input_of
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
     ChoiceBuffer,
@@ -26,16 +27,17 @@ class ChatResponseBuilder(ResponseBuilder):
         self,
         *args: Any,
         functions: Collection[str] = (),
+        custom: Collection[str] = (),
         boxes: bool | Literal["stored"] | None = None,
         echoed: str = "",
     ):
-        """`functions` are the names of those whose calls are looked for in completions; with `boxes`, each choice has
-        those that the model wrote: "stored" in pixels of the image as it is stored. The content of each choice begins
-        with `echoed`. Others are as of the base.
+        """`functions` are the names of those whose calls are looked for in completions, `custom` those of custom tools
+        among them. With `boxes`, each choice has the boxes that the model wrote: "stored" in pixels of the image as it
+        is stored. The content of each choice begins with `echoed`. Others are as of the base.
         """
         super().__init__(*args)
-        self._functions, self._with_boxes, self._echoed = functions, boxes, echoed
-        self._parsers: dict[int, ToolCallParser] = {}  # by choice
+        self._functions, self._custom, self._with_boxes, self._echoed = functions, custom, boxes, echoed
+        self._parsers: dict[int, tuple[ToolCallParser, CustomCalls]] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
         """The response to a request that is not streamed."""
@@ -47,9 +49,7 @@ class ChatResponseBuilder(ResponseBuilder):
         text, message = "".join(choice.text), {"role": "assistant"}
         content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
         if calls:
-            message["tool_calls"] = [
-                {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}} for call in calls
-            ]
+            message["tool_calls"] = [self._call(call) for call in calls]
         content = self._echoed + content
         shown = self._logprobs(choice.logprobs)
         if shown is not None:  # validated one by one, see `_shown`
@@ -63,6 +63,11 @@ class ChatResponseBuilder(ResponseBuilder):
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
         }
+
+    def _call(self, call: FunctionCall) -> dict:
+        if call.name in self._custom:
+            return {"id": call_id(), "custom": {"name": call.name, "input": input_of(call.arguments)}}
+        return {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}}
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
         """The chunks that start a stream, before the first delta: the role of each choice."""
@@ -97,8 +102,10 @@ class ChatResponseBuilder(ResponseBuilder):
         """What is new of the message, and whether it has calls."""
         if not self._functions:
             return [{"content": delta.text}] if delta.text else [], False
-        parser = self._parsers.setdefault(index, ToolCallParser(self._functions))
-        pieces = parser.feed(delta.text, is_last=delta.finish_reason is not None)
+        if index not in self._parsers:
+            self._parsers[index] = ToolCallParser(self._functions), CustomCalls(self._custom)
+        (parser, custom), is_last = self._parsers[index], delta.finish_reason is not None
+        pieces = custom.feed(parser.feed(delta.text, is_last), is_last)
         parts = [{"content": one} if isinstance(one, str) else {"tool_calls": [_call_part(one)]} for one in pieces]
         return parts, parser.num_calls > 0
 
@@ -115,8 +122,11 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"content": shown_logprobs(entries, self._top_logprobs, self._tokenizer, self._names_by_id)}
 
 
-def _call_part(piece: CallPiece) -> dict:
+def _call_part(piece: CallPiece | CustomCall) -> dict:
     """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
+    if isinstance(piece, CustomCall):
+        custom = {"name": piece.name, "input": piece.input}
+        return {"index": piece.index, "id": call_id(), "type": "custom", "custom": custom}
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     function = {"name": piece.name, "arguments": piece.arguments}

@@ -13,6 +13,7 @@ from mmvllm.server.embedding_response import VectorEncoding
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
     CallOfHistory,
+    CustomCallOfHistory,
     HistoryMessage,
     ImagePart,
     ImageSizes,
@@ -209,7 +210,7 @@ def echoed_text(body: ChatRequest) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content if isinstance(part, TextPart))
 
 
-def _calls_of(message: InputMessage) -> Sequence[CallOfHistory]:
+def _calls_of(message: InputMessage) -> Sequence[CallOfHistory | CustomCallOfHistory]:
     return (message.tool_calls or ()) if isinstance(message, HistoryMessage) else ()
 
 

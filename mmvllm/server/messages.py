@@ -1,5 +1,6 @@
 """Pydantic models of the messages of a chat and their parts."""
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain, islice
@@ -321,6 +322,22 @@ class CallOfHistory(OpenModel):
     function: CalledFunction
 
 
+class CustomInput(OpenModel):
+    name: str
+    input: str = ""
+
+
+class CustomCallOfHistory(OpenModel):
+    id: str | None = None
+    type: Literal["custom"]
+    custom: CustomInput
+
+    @property
+    def function(self) -> CalledFunction:
+        """What the model has written."""
+        return CalledFunction(name=self.custom.name, arguments=json.dumps({"input": self.custom.input}))
+
+
 class HistoryMessage(InputMessage):
     """An assistant message in the history, to which other servers have added what they know."""
 
@@ -330,7 +347,18 @@ class HistoryMessage(InputMessage):
     content: str | PartsOfHistory | None = None
     refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
-    tool_calls: Annotated[list[CallOfHistory], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: (
+        Annotated[
+            list[
+                Annotated[
+                    Annotated[CallOfHistory, Tag("a call")] | Annotated[CustomCallOfHistory, Tag("a custom call")],
+                    Discriminator(tag_by("type", {"custom": "a custom call"}, "a call")),
+                ]
+            ],
+            Field(fail_fast=True, max_length=MAX_TOOLS),
+        ]
+        | None
+    ) = None
 
 
 def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:

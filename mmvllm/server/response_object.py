@@ -2,14 +2,15 @@
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_tool_calls
+from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_tool_calls
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.custom_calls import CustomCall, CustomCalls, input_of
 from mmvllm.server.errors import ApiError
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
@@ -20,6 +21,7 @@ from mmvllm.server.response_builder import (
 )
 from mmvllm.server.responses import ResponseObject, Usage
 from mmvllm.server.responses_request import ResponsesRequest
+from mmvllm.server.tools import ToolUse
 
 
 class ResponseObjectBuilder:
@@ -34,19 +36,19 @@ class ResponseObjectBuilder:
         tokenizer: Any,
         body: ResponsesRequest,
         params: SamplingParams,
-        functions: Collection[str],
+        use: ToolUse,
         store: Callable[[dict], None] | None,
     ):
-        """`functions` are the names of those whose calls are looked for in the completion.
+        """`use` says which calls are looked for in the completion.
 
         `store` is called with the response once it is whole.
         """
         self.model = model
         self._head = _head(model, body, params, is_stored=store is not None)
-        self._tokenizer, self._functions, self._store = tokenizer, functions, store
+        self._tokenizer, self._functions, self._custom, self._store = tokenizer, use.names, use.custom, store
         self._num_logprobs, self.num_values = params.num_logprobs, 0
         self._logprobs: list[dict] = []  # of tokens whose text is still to come
-        self._parser = ToolCallParser(functions)
+        self._parser, self._custom_calls = ToolCallParser(use.names), CustomCalls(use.custom)
         self._items: list[dict] = []
         self._is_open = False  # whether more may come for the last item
         self._finish_reason: str | None = None
@@ -69,7 +71,7 @@ class ResponseObjectBuilder:
         content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
         if content or not calls:
             self._items.append(_message(content, self._shown(choice.logprobs)))
-        self._items += [_call(call.name, call.arguments) for call in calls]
+        self._items += [self._call(call) for call in calls]
         self._items[-1]["status"] = self._status
         return ResponseObject(**self._response(usage))
 
@@ -83,7 +85,9 @@ class ResponseObjectBuilder:
         self._finish_reason = FINISH_REASONS[delta.finish_reason]
         is_last = delta.finish_reason is not None
         self._logprobs += self._shown(delta.logprobs or ())
-        pieces = self._parser.feed(delta.text, is_last) if self._functions else filter(None, [delta.text])
+        pieces = filter(None, [delta.text])
+        if self._functions:
+            pieces = self._custom_calls.feed(self._parser.feed(delta.text, is_last), is_last)
         return [event for piece in pieces for event in self._add(piece)]
 
     def last_chunks(self, usage: Usage, _includes_usage: bool) -> list[dict]:
@@ -121,8 +125,17 @@ class ResponseObjectBuilder:
             self._store(response)
         return response
 
-    def _add(self, piece: str | CallPiece) -> list[dict]:
+    def _call(self, call: FunctionCall) -> dict:
+        if call.name in self._custom:
+            return _custom_call(call.name, input_of(call.arguments))
+        return _call(call.name, call.arguments)
+
+    def _add(self, piece: str | CallPiece | CustomCall) -> list[dict]:
         """The events for a piece of content or of a call."""
+        if isinstance(piece, CustomCall):
+            events = self._close("completed") + self._open(_custom_call(piece.name, ""))
+            self._items[-1]["input"] = piece.input
+            return [*events, self._about("custom_tool_call_input.delta", delta=piece.input)]
         events = []
         if isinstance(piece, str):
             if not self._is_open or self._items[-1]["type"] != "message":
@@ -165,6 +178,8 @@ class ResponseObjectBuilder:
                 self._about_text("output_text.done", text=part["text"], logprobs=part["logprobs"]),
                 self._about_text("content_part.done", part=part),
             ]
+        elif item["type"] == "custom_tool_call":
+            events = [self._about("custom_tool_call_input.done", input=item["input"])]
         else:
             call = {"name": item["name"], "arguments": item["arguments"]}
             events = [self._about("function_call_arguments.done", **call)]
@@ -223,3 +238,8 @@ def _message(text: str, logprobs: Sequence[dict] = ()) -> dict:
 def _call(name: str, arguments: str) -> dict:
     made = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id(), "status": "completed"}
     return made | {"name": name, "arguments": arguments}
+
+
+def _custom_call(name: str, text: str) -> dict:
+    made = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id(), "status": "completed"}
+    return made | {"name": name, "input": text}

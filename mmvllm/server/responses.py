@@ -67,11 +67,22 @@ class ToolCall(BaseModel):
     function: CallOfFunction
 
 
+class InputOfCustom(BaseModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(BaseModel):
+    id: str
+    type: Literal["custom"] = "custom"
+    custom: InputOfCustom
+
+
 class ResponseMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
+    tool_calls: Annotated[list[ToolCall | CustomToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
 
 
 class BoxEntry(BaseModel):
@@ -173,6 +184,15 @@ class OutputCall(BaseModel):
     arguments: str
 
 
+class OutputCustomCall(BaseModel):
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    status: ItemStatus
+    name: str
+    input: str
+
+
 class OutputTokensDetails(BaseModel):
     reasoning_tokens: int
 
@@ -196,7 +216,7 @@ class ResponseObject(BaseModel):
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputCall | OutputCustomCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]

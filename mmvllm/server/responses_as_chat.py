@@ -11,6 +11,7 @@ from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
     AllowedFunctionsChoice,
+    CustomCallItem,
     FunctionCallItem,
     FunctionChoice,
     FunctionOutputItem,
@@ -28,7 +29,9 @@ NAMES_IN_CHATS = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "].function": "]",
+    "].custom": "]",
     "tool_choice.function": "tool_choice",
+    "tool_choice.custom": "tool_choice",
     "tool_choice.allowed_tools": "tool_choice",
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -65,7 +68,7 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
     fields |= {"chat_template_kwargs": body.chat_template_kwargs, "parallel_tool_calls": body.parallel_tool_calls}
     fields["reasoning_effort"] = body.reasoning.effort if body.reasoning else None
     fields["tools"] = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        {"type": tool.type, tool.type: tool.model_dump(exclude={"type"}, exclude_none=True)}
         for tool in body.tools or ()
     ]
     fields |= {"tool_choice": _tool_choice(body.tool_choice), "response_format": _response_format(body)}
@@ -80,7 +83,7 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
 def _tool_choice(choice: str | FunctionChoice | AllowedFunctionsChoice | None) -> str | dict | None:
     """As chats have it: functions and allowed tools in objects of their own."""
     if isinstance(choice, FunctionChoice):
-        return {"type": "function", "function": {"name": choice.name}}
+        return {"type": choice.type, choice.type: {"name": choice.name}}
     if isinstance(choice, AllowedFunctionsChoice):
         return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [*map(_tool_choice, choice.tools)]}}
     return choice
@@ -98,7 +101,7 @@ def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dic
     """Convert items to chat messages, and append them to a copy of the `earlier` ones."""
     made = [*earlier]
     for item in items:
-        if isinstance(item, FunctionCallItem):
+        if isinstance(item, FunctionCallItem | CustomCallItem):
             _add_call(made, item)
         elif isinstance(item, FunctionOutputItem):
             made.append({"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id})
@@ -120,12 +123,15 @@ def image_params_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list
     ]
 
 
-def _add_call(messages: list[dict], item: FunctionCallItem) -> None:
+def _add_call(messages: list[dict], item: FunctionCallItem | CustomCallItem) -> None:
     """Calls belong to the message of the assistant before them."""
     is_after = messages and messages[-1]["role"] == "assistant"
     message = messages.pop() if is_after else {"role": "assistant", "content": None}
-    function = {"name": item.name, "arguments": arguments_as_text(item.arguments)}
-    calls = [*message.get("tool_calls", ()), {"id": item.call_id, "type": "function", "function": function}]
+    if isinstance(item, CustomCallItem):
+        call = {"type": "custom", "custom": {"name": item.name, "input": item.input}}
+    else:
+        call = {"type": "function", "function": {"name": item.name, "arguments": arguments_as_text(item.arguments)}}
+    calls = [*message.get("tool_calls", ()), {"id": item.call_id, **call}]
     if len(calls) > MAX_TOOLS:
         raise ApiError(400, f"input: more than {MAX_TOOLS} function calls follow each other", param="input")
     messages.append({**message, "tool_calls": calls})

@@ -28,7 +28,14 @@ from mmvllm.server.protocol import (
     check_number_of_parts,
 )
 from mmvllm.server.structured import NamedSchema
-from mmvllm.server.tools import FunctionDefinition, FunctionReference, check_size, choice_tag
+from mmvllm.server.tools import (
+    TOOL_TAGS,
+    CustomDefinition,
+    FunctionDefinition,
+    FunctionReference,
+    check_size,
+    choice_tag,
+)
 
 
 class InputText(OpenPart):
@@ -84,12 +91,21 @@ class FunctionCallItem(CalledFunction):
     call_id: str
 
 
+class CustomCallItem(OpenModel):
+    """A call of a custom tool in an earlier response."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
 class FunctionOutputItem(OpenModel):
     """The result of a call."""
 
     misplaced = (*CONTENT, "content", "result")
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | InputParts | None = None
 
@@ -110,13 +126,15 @@ class ItemReference(OpenModel):
 ITEM_TAGS = {
     **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
-    "function_call_output": "a result",
+    "custom_tool_call": "a custom call",
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "a result"),
     "reasoning": "reasoning",
     "item_reference": "a reference",
 }
 Item = Annotated[
     Annotated[InputItem, Tag("a message")]
     | Annotated[FunctionCallItem, Tag("a call")]
+    | Annotated[CustomCallItem, Tag("a custom call")]
     | Annotated[FunctionOutputItem, Tag("a result")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("a reference")],
@@ -124,7 +142,7 @@ Item = Annotated[
         tag_by("type", ITEM_TAGS, "unknown"),
         custom_error_type="input_item",
         custom_error_message="must be an item of the type 'message', 'function_call', 'function_call_output', "
-        "'item_reference' or 'reasoning'",
+        "'custom_tool_call', 'custom_tool_call_output', 'item_reference' or 'reasoning'",
     ),
 ]
 
@@ -142,14 +160,14 @@ class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
 
-def _require_function(tool: Any) -> Any:
-    if isinstance(tool, dict) and tool.get("type", "function") != "function":
-        raise PydanticCustomError("tool", "must be a function: this server has no tools of its own")
-    return tool
+class CustomTool(CustomDefinition):
+    """A custom tool as the Responses API has it."""
+
+    type: Literal["custom"]
 
 
 class FunctionChoice(FunctionReference):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
 
 
 class AllowedFunctionsChoice(StrictModel):
@@ -160,7 +178,7 @@ class AllowedFunctionsChoice(StrictModel):
     tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-Tool = Annotated[FunctionTool, BeforeValidator(_require_function)]
+Tool = Annotated[Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")], TOOL_TAGS]
 
 
 class PlainTextFormat(StrictModel):

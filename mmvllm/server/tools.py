@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_gram
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
-from mmvllm.server.messages import Flag, OpenModel, StrictModel
+from mmvllm.server.messages import Flag, OpenModel, StrictModel, tag_by
 from mmvllm.server.structured import StructuredField
 from mmvllm.structured import MAX_CHARACTERS, StructuredOutputsParams
 from mmvllm.text import has_more_values
@@ -29,6 +30,8 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         reason = str(error).removeprefix(f"{error.param} ")
         raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
 
+
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
 Parameters = Annotated[dict[str, Any], AfterValidator(_check_parameters)]
@@ -43,11 +46,40 @@ class FunctionDefinition(OpenModel):
     strict: Flag = Field(None, description="Calls of this function always fit its parameters.")
 
 
+class FreeText(StrictModel):
+    type: Literal["text"]
+
+
+class CustomDefinition(OpenModel):
+    """A tool whose input is a text; the model sees a function that takes it as `input`."""
+
+    misplaced = (*FunctionDefinition.misplaced, "parameters", "strict")
+
+    name: FunctionName
+    description: str | None = None
+    format: FreeText | None = None
+
+    def as_function(self) -> FunctionDefinition:
+        return FunctionDefinition(name=self.name, description=self.description, parameters=_INPUT)
+
+
 class ToolDefinition(OpenModel):
     misplaced = ("name", "description", "parameters", "strict", "input_schema")
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class CustomToolDefinition(OpenModel):
+    misplaced = ToolDefinition.misplaced
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @cached_property
+    def function(self) -> FunctionDefinition:
+        """What the model sees."""
+        return self.custom.as_function()
 
 
 class FunctionReference(StrictModel):
@@ -59,9 +91,32 @@ class NamedToolChoice(StrictModel):
     function: FunctionReference
 
 
+class NamedCustomToolChoice(StrictModel):
+    type: Literal["custom"]
+    custom: FunctionReference
+
+
+NamedChoice = NamedToolChoice | NamedCustomToolChoice
+_KINDS = {"function": "a function", "custom": "a custom tool"}
+TOOL_TAGS = Discriminator(
+    tag_by("type", _KINDS),
+    custom_error_type="tool",
+    custom_error_message="must be a function or a custom tool, of the type 'function' or 'custom': this server has no "
+    "tools of its own",
+)
+
+
 class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedToolChoice, Tag("a function")] | Annotated[NamedCustomToolChoice, Tag("a custom tool")],
+                TOOL_TAGS,
+            ]
+        ],
+        Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS),
+    ]
 
 
 class AllowedToolsChoice(StrictModel):
@@ -74,7 +129,8 @@ def choice_tag(choice: Any) -> str:
     if not isinstance(choice, dict | BaseModel):
         return "a word"
     kind = choice.get("type") if isinstance(choice, dict) else choice.type
-    return "allowed tools" if kind == "allowed_tools" else "a function"
+    tags = {"allowed_tools": "allowed tools", "custom": "a custom tool"}
+    return tags.get(kind, "a function") if isinstance(kind, str) else "a function"
 
 
 def check_size(tools: Any) -> Any:
@@ -84,10 +140,14 @@ def check_size(tools: Any) -> Any:
     return tools
 
 
-Tools = Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
+Tool = Annotated[
+    Annotated[ToolDefinition, Tag("a function")] | Annotated[CustomToolDefinition, Tag("a custom tool")], TOOL_TAGS
+]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedToolChoice, Tag("a function")]
+    | Annotated[NamedCustomToolChoice, Tag("a custom tool")]
     | Annotated[AllowedToolsChoice, Tag("allowed tools")],
     Discriminator(choice_tag),
 ]
@@ -100,6 +160,7 @@ class ToolUse:
     Args:
         tools: those that the prompt describes.
         names: of the functions whose calls are looked for in a completion.
+        custom: of these, the names of custom tools.
         params: the request's sampling parameters, with what its tools demand of the completion.
         field: where that comes from, if there is such a demand.
     """
@@ -107,6 +168,7 @@ class ToolUse:
     params: SamplingParams
     tools: Sequence[dict] = ()
     names: frozenset[str] = frozenset()
+    custom: frozenset[str] = frozenset()
     field: StructuredField | None = None
 
 
@@ -117,7 +179,7 @@ def demands_call(choice: ToolChoice | None) -> bool:
 
 
 def use_of(
-    tools: Sequence[ToolDefinition] | None,
+    tools: Sequence[Tool] | None,
     choice: ToolChoice | None,
     parallel_tool_calls: bool | None,
     params: SamplingParams,
@@ -129,8 +191,9 @@ def use_of(
     _check_choice(choice, names)
     if not given or choice == "none":
         return ToolUse(params)
-    is_parallel = parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice)
+    is_parallel = parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
     names = _allowed_names(choice) or names
+    custom = frozenset(tool.function.name for tool in tools if isinstance(tool, CustomToolDefinition))
     enforced = [tool.function.name in names and (demands_call(choice) or bool(tool.function.strict)) for tool in tools]
     _check_schemas(given, enforced)
     if isinstance(choice, AllowedToolsChoice):  # the model sees no others
@@ -149,9 +212,9 @@ def use_of(
     if grammar is None:
         # With a single call allowed, the completion ends with it.
         params = params if is_parallel else replace(params, stop=(*params.stop, END))
-        return ToolUse(params, given, frozenset(names))
+        return ToolUse(params, given, frozenset(names), custom)
     field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
-    return ToolUse(_structured(params, field), given, frozenset(names), field)
+    return ToolUse(_structured(params, field), given, frozenset(names), custom, field)
 
 
 def _structured(params: SamplingParams, field: StructuredField) -> SamplingParams:
@@ -162,9 +225,10 @@ def _structured(params: SamplingParams, field: StructuredField) -> SamplingParam
         raise ApiError(400, message, param=param) from None
 
 
-def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:
+def prompt_tools(tools: Sequence[Tool] | None) -> list[dict]:
     """The tools as a prompt describes them; raises ApiError for two with one name."""
-    given = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()]
+    functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools or ()]
+    given = [{"type": "function", "function": function} for function in functions]
     try:
         check_names([tool["function"]["name"] for tool in given])
     except RequestError as error:
@@ -174,10 +238,14 @@ def prompt_tools(tools: Sequence[ToolDefinition] | None) -> list[dict]:
 
 def _allowed_names(choice: ToolChoice | None) -> dict[str, str]:
     """Paths in the request by the names of the functions to which a choice is limited; empty where it is not."""
-    if isinstance(choice, NamedToolChoice):
-        return {choice.function.name: "tool_choice.function.name"}
+    if isinstance(choice, NamedChoice):
+        return {_name_of(choice): f"tool_choice.{choice.type}.name"}
     allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()
-    return {one.function.name: f"tool_choice.allowed_tools.tools[{i}].function.name" for i, one in enumerate(allowed)}
+    return {_name_of(one): f"tool_choice.allowed_tools.tools[{i}].{one.type}.name" for i, one in enumerate(allowed)}
+
+
+def _name_of(choice: NamedChoice) -> str:
+    return getattr(choice, choice.type).name
 
 
 def _check_choice(choice: ToolChoice | None, names: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from mmvllm.async_llm import AsyncLLM
+from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from tests.helpers.engines import slow_steps
 from tests.helpers.generation import bundled_with
 from tests.helpers.needs import needs
@@ -58,3 +59,24 @@ def make_engine() -> Iterator[Callable[..., AsyncLLM]]:
     yield make
     for engine in made:
         asyncio.run(engine.shutdown(drain=False))
+
+
+@pytest.fixture
+def writes(engine, monkeypatch):
+    """Has the engine write given texts, one for each completion, in pieces of three characters."""
+
+    def writes(*texts: str, finish_reason: str = "eos") -> None:
+        async def generate(request, params, **_):
+            assert len(texts) == params.n
+            request = await request()
+            for i, text in enumerate(texts):
+                pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+                for piece in pieces:
+                    yield Delta("a", i, piece, [1])
+                output = RequestOutput("a", [CompletionOutput(text, [1] * len(pieces), finish_reason)])
+                is_last = i == len(texts) - 1
+                yield Delta("a", i, "", [2], finish_reason=finish_reason, output=output if is_last else None)
+
+        monkeypatch.setattr(engine, "generate", generate)
+
+    return writes

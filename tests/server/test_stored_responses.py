@@ -82,6 +82,9 @@ def test_the_input_of_a_response_can_be_read(client):
     assert page.data == [answer] and not page.has_more
     with pytest.raises(openai.BadRequestError, match="after is 'x', which is not the id of an item"):
         client.responses.input_items.list(second.id, after="x")
+    with pytest.raises(openai.BadRequestError, match="limit: Input should be less than or equal to 100") as raised:
+        client.responses.input_items.list(second.id, limit=101)
+    assert raised.value.param == "limit"
     with pytest.raises(openai.NotFoundError):
         client.responses.input_items.list("resp_x")
 
