@@ -4,6 +4,7 @@ A constraint belongs to one sequence. What it keeps of the sequence's tokens it 
 preemption, which computes tokens again and samples none of them anew, needs nothing from it.
 """
 
+import secrets
 from collections import defaultdict
 from typing import Any
 
@@ -49,23 +50,35 @@ class BadWords:
         clear_bits(allowed, [ids[-1] for ids in self._encoded if tail[max(0, len(tail) - len(ids) + 1) :] == ids[:-1]])
 
 
+# Of a rolling hash (Rabin and Karp), whose memory does not grow with the size of n-grams. Two of n tokens have the same
+# one with a probability below n / 2**127, whatever a client sends, since the base is random.
+_MODULUS = 2**127 - 1
+_BASE = secrets.randbelow(_MODULUS)
+
+
 class NoRepeatNgrams:
     """No n-gram occurs twice in prompt and completion, as transformers' `no_repeat_ngram_size`."""
 
     depends_on_text = True
 
     def __init__(self, size: int):
-        self._size = size
-        self._followers: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # of each n-gram's beginning
-        self._num_seen = 0  # tokens at which n-grams end that have been entered
+        self._num_before = size - 1  # tokens of an n-gram before its last one
+        self._oldest = pow(_BASE, self._num_before, _MODULUS)
+        self._hash = 0  # of as many tokens, the last ones seen, or of all
+        self._followers: defaultdict[int, list[int]] = defaultdict(list)  # by the hash of the tokens before them
+        self._num_seen = 0
 
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
-        token_ids, before = seq.token_ids, self._size - 1
-        for end in range(max(self._num_seen, before), len(token_ids)):
-            self._followers[tuple(token_ids[end - before : end])].append(token_ids[end])
+        token_ids = seq.token_ids
+        for end in range(self._num_seen, len(token_ids)):
+            added = self._hash * _BASE + token_ids[end] + 1
+            if end >= self._num_before:
+                self._followers[self._hash].append(token_ids[end])
+                added -= (token_ids[end - self._num_before] + 1) * self._oldest
+            self._hash = added % _MODULUS
         self._num_seen = len(token_ids)
-        if len(token_ids) >= before:
-            clear_bits(allowed, self._followers.get(tuple(token_ids[len(token_ids) - before :]), ()))
+        if len(token_ids) >= self._num_before:
+            clear_bits(allowed, self._followers.get(self._hash, ()))
 
 
 def constraints_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Constraint, ...]:

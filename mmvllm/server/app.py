@@ -16,6 +16,7 @@ from mmvllm.engine.health import EngineHealth
 from mmvllm.server import docs, errors
 from mmvllm.server.body import LenientRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
+from mmvllm.server.disconnects import while_connected
 from mmvllm.server.errors import ApiError
 from mmvllm.server.input_items import input_items
 from mmvllm.server.jobs import CompletionJob, JobFactory
@@ -210,12 +211,12 @@ def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, j
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """The tokens of a text, or of a conversation with all tokens of its images and videos."""
-        return await tokens.tokenize(body, request.state.reservation)
+        return await while_connected(request.receive, tokens.tokenize(body, request.state.reservation))
 
     @router.post("/v1/responses/input_tokens")
     async def count_input(body: ResponsesRequest, request: Request) -> InputTokens:
         """The number of tokens of the prompt that POST /v1/responses would have."""
-        return await tokens.count_input(body, request.state.reservation)
+        return await while_connected(request.receive, tokens.count_input(body, request.state.reservation))
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

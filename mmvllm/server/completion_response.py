@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -17,9 +17,9 @@ from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import RequestFailed
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import Load
+from mmvllm.server.disconnects import ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
-from mmvllm.server.limits import ClientDisconnected
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
@@ -56,7 +56,7 @@ class CompletionResponse(Response):
         headers = trace_headers_of(Headers(scope=scope))
         self._record = RequestRecord(self._job, scope["state"]["request_id"], headers)
         try:
-            await _while_connected(receive, work(send))
+            await while_connected(receive, work(send))
         except ClientDisconnected:
             self._record.is_disconnected = True
         except Exception as error:
@@ -165,25 +165,6 @@ async def _in_turn(turns: asyncio.Semaphore, stream: AsyncGenerator[Delta, None]
 def _check(delta: Delta) -> None:
     if delta.finish_reason == "aborted":  # not by the client, whose disconnect ends the response
         raise RequestFailed("the request was aborted by the operator")
-
-
-async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work; if the client disconnects, cancel it and raise ClientDisconnected."""
-    task, disconnected = asyncio.ensure_future(work), asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnected
-        task.result()
-    finally:
-        task.cancel()
-        disconnected.cancel()
-        await asyncio.gather(task, disconnected, return_exceptions=True)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:

@@ -20,6 +20,7 @@ from mmvllm.errors import (
     PromptTooLong,
     RequestFailed,
 )
+from mmvllm.server.disconnects import CLIENT_DISCONNECTED, ClientDisconnected
 from mmvllm.text import suggestion
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -136,6 +137,9 @@ def install(app: FastAPI) -> None:
             message += suggestion(param, request.scope["route"].fields - {param})  # which another form may have
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
+    async def from_disconnect(_request: Request, _error: ClientDisconnected) -> Response:
+        return Response(status_code=CLIENT_DISCONNECTED)  # which nobody reads
+
     async def from_memory(_request: Request, _error: MemoryError) -> Response:
         return out_of_memory().response()
 
@@ -144,6 +148,7 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, from_http)
     app.add_exception_handler(RequestValidationError, from_validation)
+    app.add_exception_handler(ClientDisconnected, from_disconnect)
     app.add_exception_handler(MemoryError, from_memory)
     # FastAPI's own handler of Exception runs outside all middleware, so its response would lack x-request-id and CORS.
     app.add_middleware(ServerErrorMiddleware, handler=from_other)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmvllm.server.disconnects import ClientDisconnected
 from mmvllm.server.errors import ApiError, out_of_memory
 
 # How long, and how many bytes, a refused client may continue to send: if the connection were closed at once, clients
@@ -15,10 +16,7 @@ from mmvllm.server.errors import ApiError, out_of_memory
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
 PATHS_WITHOUT_KEY = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version")
-
-
-class ClientDisconnected(Exception):
-    """The client closed the connection before the response was complete."""
+MAX_UNREAD_BYTES = 64 * 1024  # of a body that these ignore
 
 
 class ByteBudget:
@@ -113,9 +111,10 @@ class AuthAndSizeLimitMiddleware:
         return matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
+        most = min(self._max_bytes, MAX_UNREAD_BYTES) if scope["path"] in PATHS_WITHOUT_KEY else self._max_bytes
         content_length = _header(scope, b"content-length")
-        if content_length and int(content_length) > self._max_bytes:
-            raise self._too_large()
+        if content_length and int(content_length) > most:
+            raise _too_large(most)
         body = bytearray()
         try:
             async with asyncio.timeout(self._timeout):
@@ -124,8 +123,8 @@ class AuthAndSizeLimitMiddleware:
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
                     chunk = message.get("body", b"")
-                    if len(body) + len(chunk) > self._max_bytes:
-                        raise self._too_large()
+                    if len(body) + len(chunk) > most:
+                        raise _too_large(most)
                     reservation.take(len(chunk))
                     body += chunk
                     if not message.get("more_body", False):
@@ -135,8 +134,9 @@ class AuthAndSizeLimitMiddleware:
         except MemoryError:
             raise out_of_memory() from None
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is too large, at most {self._max_bytes} bytes are accepted (max_body_bytes)")
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is too large, at most {most} bytes are accepted (max_body_bytes)")
 
 
 def _check_codings(scope: Scope) -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import chain, islice
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
@@ -63,7 +62,7 @@ class StrictModel(BaseModel):
         """A null means "not given", also for fields that this server does not know; 512.0 is an integer in JSON."""
         if not isinstance(value, dict):
             return value
-        fields, integers = cls.model_fields, _integers_of(cls)
+        fields, integers = _fields_of(cls), _integers_of(cls)
         given = {key: item for key, item in value.items() if item is not None or key in fields}
         whole = {key: int(given[key]) for key in integers & given.keys() if _is_whole_float(given[key])}
         return given | whole
@@ -80,16 +79,23 @@ class OpenModel(StrictModel):
     def _lose_nothing(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        names = _names_by_plain(cls)
-        first = (key for key in islice(value, MOST_COMPARED) if _plain(key) in names)
-        for key in chain(cls.misplaced, first):
-            if key not in cls.model_fields and value.get(key) not in (None, "", [], {}):
+        fields, names = _fields_of(cls), _names_by_plain(cls)
+        others = [key for key in value if key not in fields]
+        for i, key in enumerate(others):
+            is_known = key in cls.misplaced or (i < MOST_COMPARED and _plain(key) in names)
+            if is_known and value[key] not in (None, "", [], {}):
                 meant = names[_plain(key)]
-                hint = f"; did you mean {meant}?" if meant != key and meant in cls.model_fields else ""
+                hint = f"; did you mean {meant}?" if meant != key and meant in fields else ""
                 reason = PydanticCustomError("misplaced", "does not belong here{hint}", {"hint": hint})
                 lines = [InitErrorDetails(type=reason, loc=(key,), input=None)]
                 raise ValidationError.from_exception_data(cls.__name__, lines)
         return value
+
+
+@cache
+def _fields_of(model: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields, which pydantic looks up slowly."""
+    return frozenset(model.model_fields)
 
 
 @cache
@@ -261,7 +267,8 @@ def in_openai_form(part: Any) -> Any:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     part = refusal_as_text(part)
-    kind = _MEDIA.get(part.get("type")) if isinstance(part, dict) else None
+    given = part.get("type") if isinstance(part, dict) else None
+    kind = _MEDIA.get(given) if isinstance(given, str) else None
     if kind is None:
         return part
     key = f"{kind}_url"

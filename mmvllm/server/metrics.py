@@ -10,13 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.disconnects import CLIENT_DISCONNECTED
 from mmvllm.server.engine_families import engine_families
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.vllm_metrics import VllmMetrics
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
-CLIENT_DISCONNECTED = 499
 
 
 class Metrics:

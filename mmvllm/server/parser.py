@@ -5,6 +5,7 @@ import re
 import h11
 
 MAX_HEAD_BYTES = 16 * 1024  # h11's own limit, which it applies only to heads that arrive in pieces
+MAX_HEAD_LINES = 128  # each takes the event loop as long as a hundred bytes
 SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 4096  # size of a small chunk, and how many a body may have
 
 _BAD_LINE_END = re.compile(rb"\r(?!\n|\Z)|(?<!\r)\n")
@@ -67,6 +68,8 @@ def check_head(received: bytes) -> None:
     head, end, _ = received.partition(b"\r\n\r\n")
     if len(head) > MAX_HEAD_BYTES:
         raise MalformedRequest(f"the request line and the headers have more than {MAX_HEAD_BYTES} bytes", 431)
+    if head.count(b"\n") > MAX_HEAD_LINES:
+        raise MalformedRequest(f"there are more than {MAX_HEAD_LINES} headers", 431)
     if _BAD_LINE_END.search(head):
         raise MalformedRequest("lines of the request's head must end with CRLF")
     if b"\n " in head or b"\n\t" in head:

@@ -94,7 +94,7 @@ def check_number_of_parts(messages: Any) -> Any:
     """Refuse messages, or items of the Responses API, that have more than `MAX_PARTS` parts together."""
     if isinstance(messages, list):
         given = [message for message in messages if isinstance(message, dict)]
-        contents = [message.get(field) for message in given for field in ("content", "output")]
+        contents = [message.get(field) for message in given for field in ("content", "output", "tool_calls")]
         num_parts = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
         if num_parts > MAX_PARTS:
             raise PydanticCustomError("too_many_parts", f"have {num_parts} parts, at most {MAX_PARTS} are accepted")

@@ -1,5 +1,7 @@
 """What may follow: constraints alone against the definition, and in the engine whatever else is in the batch."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -40,15 +42,28 @@ def test_only_allowed_tokens_follow():
     assert followers(AllowedTokens((0, 31, 32, 99), V), sequence([1], 1)) == {0, 31, 32, 99}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 30, 59, 60, 61])
 def test_repeated_ngrams_are_those_of_transformers(size):
     token_ids = np.random.default_rng(size).integers(0, 4, 60).tolist()
+    token_ids = token_ids if size < 30 else [0] * 55 + token_ids[:10]
     constraint, reference = NoRepeatNgrams(size), NoRepeatNGramLogitsProcessor(size)
     seq = sequence(token_ids[:3], 3)
     for token_id in token_ids[3:]:
         scores = reference(torch.tensor([seq.token_ids]), torch.zeros(1, V))[0]
         assert followers(constraint, seq) == {*torch.isfinite(scores).nonzero().flatten().tolist()}
         seq.append_token(token_id)
+
+
+def test_the_memory_for_ngrams_does_not_grow_with_their_size():
+    def peak(size: int) -> int:
+        seq = sequence(np.random.default_rng(0).integers(0, 9**9, 4000).tolist(), 3)
+        tracemalloc.start()
+        NoRepeatNgrams(size).restrict(seq, empty_mask(V))
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    assert peak(2000) < 1.2 * peak(2)
 
 
 class Words:

@@ -53,7 +53,12 @@ def test_many_escapes_are_refused_before_they_are_parsed(app):
 
 @pytest.mark.parametrize(
     "messages",
-    [[user("Hi")] * (MAX_PARTS // 2 + 1), [user(*["Hi"] * MAX_PARTS)], [{"role": "user", "content": ""}] * 40_000],
+    [
+        [user("Hi")] * (MAX_PARTS // 2 + 1),
+        [user(*["Hi"] * MAX_PARTS)],
+        [{"role": "user", "content": ""}] * 40_000,
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 100}] * (MAX_PARTS // 100 + 1),
+    ],
 )
 def test_too_many_parts_are_refused_before_they_are_validated(app, messages):
     answer = call(app, "POST", CHAT, json=chat("Hi") | {"messages": [{"role": "nobody"}, *messages]})

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
+from mmvllm.server.limits import MAX_UNREAD_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
 
 
 class Exchange:
@@ -68,6 +68,22 @@ def test_a_body_over_the_limit_is_refused(monkeypatch, exchange):
     monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
     run(make_middleware(), exchange)
     assert exchange.status == 413 and b"at most 100 bytes" in exchange.body
+
+
+@pytest.mark.parametrize("keys", [(), ("one",)])
+def test_a_body_that_no_route_reads_has_a_small_limit(monkeypatch, keys):
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    limits = {"max_bytes": 10**6, "budget": ByteBudget(10**6), "api_keys": keys}
+    for size, status in ((MAX_UNREAD_BYTES, 200), (MAX_UNREAD_BYTES + 1, 413)):
+        whole, announced = (
+            Exchange(b"a" * size, path="/health/live"),
+            Exchange(path="/metrics", content_length=str(size)),
+        )
+        run(make_middleware(**limits), whole)
+        assert whole.status == status
+        if status == 413:
+            run(make_middleware(**limits), announced)
+            assert announced.status == 413 and f"at most {MAX_UNREAD_BYTES} bytes".encode() in announced.body
 
 
 def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch):

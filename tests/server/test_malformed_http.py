@@ -88,6 +88,7 @@ MALFORMED = {
     "long header": (431, with_lines(GET, b"X: " + b"a" * parser.MAX_HEAD_BYTES + b"\r\n")),
     "long target": (431, with_target(b"/" + b"a" * parser.MAX_HEAD_BYTES)),
     "many headers": (431, with_lines(GET, b"a:\r\n" * 5000)),
+    "many short headers": (431, with_lines(GET, b"a:\r\n" * parser.MAX_HEAD_LINES)),
 }
 
 

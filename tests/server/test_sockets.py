@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -20,7 +21,9 @@ from tests.helpers.server import (
     COMPLETIONS,
     ENGINE,
     LONG,
+    RESPONSES,
     SCENES,
+    TOKENIZE,
     chat,
     data_uri,
     head,
@@ -197,6 +200,28 @@ def test_a_disconnect_aborts_the_request(running, streams, resets):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wait_for(lambda: is_idle(running.engine), 10)  # much earlier than the completion would end
     wait_for(lambda: count_of(running, CHAT, 499) == before + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(TOKENIZE, {"prompt": "Hi"}), (f"{RESPONSES}/input_tokens", {"input": "Hi"})]
+)
+def test_a_disconnect_ends_the_work_for_a_count_of_tokens(running, monkeypatch, path, body):
+    begun, ended = threading.Event(), threading.Event()
+
+    async def tokenize(*_, **__):
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(running.engine, "tokenize", tokenize)
+    before = count_of(running, path, 499)
+    with running.connect() as connection:
+        connection.sendall(post(path, body))
+        assert begun.wait(20)
+    assert ended.wait(10)
+    wait_for(lambda: count_of(running, path, 499) == before + 1)
 
 
 def test_a_disconnect_in_the_body_leaves_no_request(running):

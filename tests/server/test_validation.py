@@ -37,6 +37,8 @@ def nested(depth: int) -> list:
         (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "must be a string"),
         (chat(messages=[user("Hi"), {"role": "a robot", "content": "x"}]), "messages[1].role", "should match"),
         (chat(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
+        (chat({"type": {}}), "messages[0].content[0]", "must be 'text', 'image_url' or 'video_url'"),
+        (chat({"type": ["text"]}), "messages[0].content[0]", "must be 'text', 'image_url' or 'video_url'"),
         (chat({"type": "text"}), "messages[0].content[0].text", "is missing"),
         (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "must be a string"),
         (
