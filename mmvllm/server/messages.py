@@ -62,10 +62,10 @@ class StrictModel(BaseModel):
         """A null means "not given", also for fields that this server does not know; 512.0 is an integer in JSON."""
         if not isinstance(value, dict):
             return value
-        fields, integers = _fields_of(cls), _integers_of(cls)
-        given = {key: item for key, item in value.items() if item is not None or key in fields}
-        whole = {key: int(given[key]) for key in integers & given.keys() if _is_whole_float(given[key])}
-        return given | whole
+        if None in value.values():
+            value = {key: item for key, item in value.items() if item is not None or key in _fields_of(cls)}
+        whole = {key: int(value[key]) for key in _integers_of(cls) & value.keys() if _is_whole_float(value[key])}
+        return {**value, **whole} if whole else value
 
 
 class OpenModel(StrictModel):

@@ -226,7 +226,7 @@ def items(*parts: dict) -> list[dict]:
         ({"text": {"format": SCHEMA | {"schema": {"not": {}}}}}, "text.format.schema", "'not'"),
         ({"text": {"format": SCHEMA | {"schema": {}}}}, "text.format.schema", "empty"),
         ({"input": [RESULT] * 3}, "input", "at most 2048 are accepted"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "must be a function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "must be a function or a custom tool"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tools": [COUNT, COUNT]}, "tools[1].name", "another function"),
         ({"tools": [COUNT], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "not the name"),
