@@ -25,6 +25,7 @@ MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
+MAX_TIFF_VALUES = 200_000  # in one entry that is no block of bytes; each becomes an object, for a strip a larger one
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
 _START_OF_SCAN, _END_OF_IMAGE, _APP1, _APP2 = 0xDA, 0xD9, 0xE1, 0xE2
@@ -37,9 +38,10 @@ _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
+_TIFF_BLOCKS = (1, 2, 6, 7)  # of bytes
+_TIFF_OFFSETS = (273, 324)  # tags: of strips and of tiles, of any type
 _TILE_WIDTH = 322  # a tag
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
-_AVIF_STARTS = (b"ftypavif", b"ftypavis", b"ftypmif1", b"ftypmsf1")  # from byte 4; some HEIF has the last two
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
 _PNM = re.compile(rb"P[1-6]\s")
@@ -67,12 +69,12 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
 
-    So it is with JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, AVIF whose frames are larger than
-    declared or whose EXIF is read when it is opened, bitmaps with jumps in their run lengths, and what Pillow decodes
-    in Python: QOI, and PNM of text or of unusual levels.
+    So it is with JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, HEIF and AVIF whose frames are
+    larger than declared or whose metadata is copied when it is opened, bitmaps with jumps in their run lengths, and
+    what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
-    is_large = data.startswith(_JPEG_2000) or data[4:12] in _AVIF_STARTS or _is_run_length_bitmap(data)
+    is_large = data.startswith(_JPEG_2000) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
     return is_slow or is_large or _is_tiled_tiff(data)
 
 
@@ -210,15 +212,17 @@ def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _scan_directory(data: bytes, name: str) -> None:
-    """Refuse entries that share their bytes, which are copied for each of them, and lists of a million rationals."""
+    """Refuse entries that share their bytes, which are copied for each of them, and long lists."""
     declared = 0
-    for _, kind, number, offset in _directory(data):
+    for tag, kind, number, offset in _directory(data):
         size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
         if size <= (8 if _is_big_tiff(data) else 4) or offset + size > len(data):
             continue  # the value is in the entry, or missing
         declared += size
         if kind in _TIFF_RATIONALS and number > MAX_TIFF_RATIONALS:
             raise RefusedImage(f"has a list of {number:,} rationals in {name}")
+        if number > MAX_TIFF_VALUES and (kind not in _TIFF_BLOCKS or tag in _TIFF_OFFSETS):
+            raise RefusedImage(f"has a list of {number:,} values in {name}")
     if declared > 2 * len(data):
         raise RefusedImage(f"has {name} whose entries declare {declared:,} bytes in {len(data):,}")
 

@@ -35,6 +35,9 @@ MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
+# Reasons of texts that are not whole: another try may help, or not.
+_ENDED_BY_SERVER = frozenset({"abort", "aborted", "cancelled", "error"})
+_WITHHELD = frozenset({"content_filter", "function_call", "tool_calls"})
 
 
 class _TryAgain(Exception):
@@ -224,8 +227,10 @@ class Endpoint:
         if len(choices) != n:
             raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
         for text, reason in zip(texts, reasons, strict=True):
-            if not isinstance(text, str):
-                raise RequestError(f"the endpoint gave no text; the reason is {reason!r}")
+            if reason in _ENDED_BY_SERVER:
+                raise _TryAgain(f"a completion ended with the reason {reason!r}")
+            if not isinstance(text, str) or reason in _WITHHELD:
+                raise RequestError(f"the endpoint gave no whole text; the reason is {reason!r}")
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
             CompletionOutput(

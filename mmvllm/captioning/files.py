@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 from mmvllm.captioning.errors import JobError, explained
@@ -37,6 +38,8 @@ def _key_of(path: Path) -> str:
     """Return the key under which the index has the path of a caption file."""
     return f"file {digest_of(os.fsencode(real_name(str(path)))).hex()}"
 
+
+MAX_FOLDERS = 100  # of a caption file below the output folder, one within the other
 
 _RANGE = r"(?:\.\d+(?:\.\d+)?-(?:\d+(?:\.\d+)?|end))"  # of a clip, see `_seconds`
 
@@ -131,8 +134,11 @@ class CaptionFiles:
         """
         if self.output_dir is None:
             return
-        for one in (one for one in (folder, *folder.parents) if self.output_dir in one.parents):
-            if index.recorded_as(_key_of(one)) is not None:
+        names = folder.relative_to(self.output_dir).parts
+        if len(names) > MAX_FOLDERS:
+            raise ValueError(f"is in {len(names)} folders, at most {MAX_FOLDERS} are made below the output folder")
+        for one in accumulate(names, Path.joinpath, initial=self.output_dir):
+            if one != self.output_dir and index.recorded_as(_key_of(one)) is not None:
                 raise ValueError(f"{one} is the caption file of another image; rename one, or use jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from mmvllm.text import parse_json
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
+MAX_LINE_VALUES = 100_000  # of JSON, with the marks of JSON in its texts
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
     **dict.fromkeys(("image", "video", "prompt", "context"), _STRING),
@@ -75,6 +76,8 @@ def _text_item(line: _Line) -> Item:
 
 def _json_item(line: _Line) -> Item:
     try:
+        if sum(map(line.text.count, (b"{", b"[", b","))) > MAX_LINE_VALUES:
+            raise ValueError(f"more than {MAX_LINE_VALUES:,} values")
         record = parse_json(line.text.decode())
     except ValueError as error:
         return Item(line.name, line.relative, None, error=f"is not valid JSON ({getattr(error, 'msg', error)})")

@@ -16,6 +16,7 @@ PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z",
 EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))  # of the next member, or of all
 MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
 MAX_SPARSE_BLOCKS = 1000  # of 512 bytes, with 21 entries each
+_LONG_NUMBER = re.compile(rb"\d{21}")  # as which tarfile reads digits for minutes
 MAX_GLOBAL = 1000  # copied to each member
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
@@ -32,6 +33,13 @@ class _Header(tarfile.TarInfo):
         if made.type in EXTENDED and made.size > MAX_EXTENDED:
             raise tarfile.ReadError(f"a header has {made.size} bytes, more than {MAX_EXTENDED}")
         return made
+
+    def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        begin = tar.fileobj.tell()
+        if _LONG_NUMBER.search(tar.fileobj.read(self.size)):
+            raise tarfile.ReadError(f"{self.name}: a header has a number of more than 20 digits")
+        tar.fileobj.seek(begin)
+        return super()._proc_pax(tar)
 
     def _proc_sparse(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         _, continues, _ = self._sparse_structs

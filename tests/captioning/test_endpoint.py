@@ -160,7 +160,19 @@ def test_an_answer_that_never_ends_is_cut(folder, monkeypatch):
         ((200, {}, b"{"), "the endpoint failed (3 times): its answer is not JSON"),
         ((200, {}, b"[" + b"{}," * 500_001 + b"{}]"), "the endpoint failed (3 times): its answer is not JSON"),
         (as_json(200, [1]), "the endpoint failed (3 times): its answer is not a chat completion"),
-        (said(None, finish_reason="content_filter"), "the endpoint gave no text; the reason is 'content_filter'"),
+        (
+            said("A red squ", finish_reason="abort"),
+            "the endpoint failed (3 times): a completion ended with the reason 'abort'",
+        ),
+        (
+            said("A red squ", finish_reason="error"),
+            "the endpoint failed (3 times): a completion ended with the reason 'error'",
+        ),
+        *(
+            (said("A red squ", finish_reason=reason), f"the endpoint gave no whole text; the reason is {reason!r}")
+            for reason in ("content_filter", "tool_calls")
+        ),
+        (said(None, finish_reason="content_filter"), "the endpoint gave no whole text; the reason is 'content_filter'"),
     ],
 )
 def test_a_failure_is_that_of_its_image_alone(tmp_path, answer, error):

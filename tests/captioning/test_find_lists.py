@@ -153,6 +153,7 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         ("a.png", "is not valid JSON (Expecting value)"),
         (b'{"image": "\xff.png"}', "is not valid JSON ('utf-8' codec can't decode byte 0xff in position 11: "),
         ("[" * 100_000, "is not valid JSON (it is nested too deeply)"),
+        ('{"image": "a.png", "x": [' + "{}," * 60_000 + "{}]}", "is not valid JSON (more than 100,000 values)"),
         ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
         ("7", 'is not an object; write {"image": PATH}'),
         ('["a.png"]', 'is not an object; write {"image": PATH}'),

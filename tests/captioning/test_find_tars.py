@@ -4,6 +4,7 @@ import io
 import os
 import tarfile
 import threading
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -158,6 +159,18 @@ def test_a_header_without_end_is_not_read(kind, size, tmp_path):
     tracemalloc.stop()
     assert item.error == f"the tar is damaged or truncated (a header has {size} bytes, more than {MAX_EXTENDED})"
     assert most < 10_000_000
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE], ids=str)
+def test_a_header_of_digits_is_not_read_for_minutes(kind, tmp_path):
+    header = tarfile.TarInfo("digits")
+    header.type, header.size = kind, MAX_EXTENDED
+    tar = make_tar(tmp_path / "s.tar", {"a.png": b"a"})
+    tar.write_bytes(tar.read_bytes()[:1024] + header.tobuf(tarfile.GNU_FORMAT) + b"1" * MAX_EXTENDED + tar.read_bytes())
+    begin = time.process_time()
+    first, second = find_items([tar])
+    assert time.process_time() - begin < 2  # undetected it takes 45 s
+    assert first.error is None and second.error.endswith("a header has a number of more than 20 digits)")
 
 
 def test_attributes_for_all_members_are_limited(tmp_path):

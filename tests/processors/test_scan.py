@@ -69,6 +69,10 @@ HOSTILE = {
     "is a TIFF of 1,000,000 rows in a fax compression": lambda: tiff("<", 1_000_000, 2),
     "a TIFF of 1,000,000 rows in a fax compression": lambda: tiff(">", 1_000_000, 3),
     "TIFF of 1,000,000 rows in a fax compression": lambda: tiff("<", 1_000_000, 4, is_big=True),
+    "has a list of 400,000 values in a TIFF directory": lambda: overlapping_exif(1, 400_000, kind=1, tag=273),
+    "has a list of 400,000 values in an EXIF directory": lambda: png_with(
+        png_chunk(b"eXIf", overlapping_exif(1, 400_000, kind=3, tag=0x0112))
+    ),
     "has a list of 2,000,000 rationals in an EXIF directory": lambda: png_with(
         png_chunk(b"eXIf", overlapping_exif(1, 2_000_000, kind=5, tag=0x0112))
     ),
@@ -147,6 +151,7 @@ UNLIMITED = {
     "a BigTIFF of tiles": lambda image: tiff("<", 8, 5, is_big=True, tile=16),
     "a plain PGM": lambda image: b"P2\n1 1 255 1",
     "AVIF": REAL.get("AVIF", lambda image: b"\0\0\0\x1cftypavif"),
+    **{brand: lambda image, brand=brand: b"\0\0\0\x18ftyp" + brand.encode() for brand in ("heic", "hevc", "msf1")},
     "AVIF of another brand": lambda image: b"\0\0\0\x1cftypmif1\0\0\0\0avifmif1",
 }
 

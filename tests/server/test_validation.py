@@ -100,7 +100,7 @@ def nested(depth: int) -> list:
         (chat("Hi", min_pixels=10**9), "min_pixels", "at most"),
         (chat(image_part(data_uri()), min_pixels=30000, max_pixels=20000), "min_pixels", "above"),
         (chat("Hi " * 30000), "messages", "maximum context length is 2048 tokens"),
-        (chat(messages=[user("")] * 2048), "messages", "at least 2048 tokens"),
+        (chat(messages=[{"role": "user", "content": ""}] * 2048), "messages", "at least 2048 tokens"),
         (chat("Hi", cache_salt="x" * 1025), "cache_salt", "at most 1024 characters"),
         (chat("Hi", stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024 items"),
         (chat("Hi", allow_special_tokens=True), "allow_special_tokens", "not allowed by this server"),
