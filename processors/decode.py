@@ -142,7 +142,7 @@ def _unidentified(source: Image.Image | bytes, formats: Collection[str] | None) 
     if is_heif and "HEIF" not in _formats() and (formats is None or "HEIF" in formats):
         return "is HEIC/HEIF; pip install 'mmvllm[heif]'"
     known = "an image that Pillow can read" if formats is None else _one_of(formats)
-    if isinstance(source, bytes) and _VIDEO.match(source):
+    if isinstance(source, bytes) and _VIDEO.match(source) and not is_heif:
         return f"not {known}, but a video; give it as one"
     return f"not {known}"
 
