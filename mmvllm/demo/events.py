@@ -6,7 +6,7 @@ import gradio as gr
 
 from mmvllm.text import parse_json
 
-MAX_FILES_PER_EVENT = 1000
+MAX_FILES_PER_EVENT = 200  # and of a conversation: each is written into every update of the page
 RELOAD = "the page sent something that cannot be read; reload it"
 
 

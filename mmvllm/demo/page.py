@@ -36,7 +36,7 @@ EXAMPLES = {
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
 MAX_EVENTS = 2 * MAX_SESSIONS  # at a time, of which an answer is one until it ends; gradio's default is 40
-MAX_WAITING = 4 * MAX_SESSIONS  # further events, of all sessions
+MAX_WAITING = MAX_SESSIONS // 2  # further events, each of which gradio tells of every event that begins
 MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
@@ -65,13 +65,39 @@ class Page(gr.Blocks):
         # Gradio reads and writes a long conversation in a tenth of a second, in which nothing else runs: of several
         # events one has its turn, and then whatever else is waiting.
         self._turn = asyncio.Lock()
+        self._event_bytes: dict[str, int] = {}  # by the id of an event
 
-    def keep_no_history(self) -> None:
-        """Keep neither the paths of all files nor times of all events; called when all components are there."""
+    def limit_queue(self) -> None:
+        """Keep neither the paths of all files nor times of all events; called when all components are there.
+
+        Events count by their size until they end, and what is for a session that is gone goes nowhere: gradio's queue
+        would stop for good.
+        """
         self.upload_file_set = _NothingKept()
         for block in self.blocks.values():
             block.temp_files = _NothingKept()
-        self._queue.ANALYTICS_MAX_EVENTS = 1
+        queue = self._queue
+        queue.ANALYTICS_MAX_EVENTS = 1
+        push, send_message = queue.push, queue.send_message
+
+        async def counted_push(body: Any, request: Any, username: str | None) -> Any:
+            made = await push(body, request, username)
+            if body.event_id is not None:
+                self._event_bytes[body.event_id] = int(request.headers.get("content-length", 0))
+            return made
+
+        def send_if_known(event: Any, message: Any) -> None:
+            if self.has_results(event.session_hash):
+                send_message(event, message)
+
+        queue.push, queue.send_message = counted_push, send_if_known
+
+    @property
+    def num_event_bytes(self) -> int:
+        """The size of all events that have not ended, as they came."""
+        for event_id in self._event_bytes.keys() - self._queue.event_ids_to_events.keys():
+            del self._event_bytes[event_id]
+        return sum(self._event_bytes.values())
 
     def launch(self, **options: Any) -> Any:
         """As gradio's, whose default would be 40 events at a time."""
@@ -236,7 +262,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
     page.state_session_capacity = MAX_SESSIONS
     page.max_threads = MAX_EVENTS
     page.queue(default_concurrency_limit=None, api_open=False, max_size=MAX_WAITING)
-    page.keep_no_history()
+    page.limit_queue()
     return page
 
 

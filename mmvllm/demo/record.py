@@ -17,6 +17,7 @@ MAX_TURNS = 500
 MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_NOTE = 1000  # characters, of which each may become six where it is shown; the rest is left out
 MAX_BOXES = 100  # drawn on one image
+MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; those of earlier ones are left out
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
 
@@ -39,8 +40,8 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
     """JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser has to send.
 
     The files of a turn are under "images", as browsers have kept them since there were images only. Frames of videos
-    are shown where a browser cannot play them. Boxes are those of the last answer that has some about the image; the
-    browser does not keep them.
+    are shown where a browser cannot play them, up to `MAX_STRIP_CHARACTERS`. Boxes are those of the last answer that
+    has some about the image; the browser does not keep them.
     """
     kept = [
         {
@@ -51,9 +52,20 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
         }
         for turn in turns
     ]
-    strips = {str(one.path): [*map(list, one.strip)] for one in media_in(turns) if isinstance(one, UploadedVideo)}
-    record = {"turns": kept, "missing": [*missing], "strips": strips, "boxes": _drawn(turns)}
+    record = {"turns": kept, "missing": [*missing], "strips": _strips(turns), "boxes": _drawn(turns)}
     return json.dumps(record).replace("<", "\\u003c")
+
+
+def _strips(turns: Sequence[Turn]) -> dict[str, list]:
+    """By the name of a file the frames of its video; of the last videos, as far as there is room."""
+    strips, left = {}, MAX_STRIP_CHARACTERS
+    for one in reversed(media_in(turns)):
+        if isinstance(one, UploadedVideo) and (name := str(one.path)) not in strips:
+            left -= sum(len(frame) for _, frame in one.strip)
+            if left < 0:
+                break
+            strips[name] = [*map(list, one.strip)]
+    return strips
 
 
 def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
@@ -71,7 +83,9 @@ def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
 
 def check_length(turns: Sequence[Turn]) -> None:
     """Raise ValueError for a conversation that is too long to go on."""
-    if len(turns) > MAX_TURNS or sum(len(turn.question) + len(turn.answer) for turn in turns) > MAX_CHARACTERS:
+    num_characters = sum(len(turn.question) + len(turn.answer) for turn in turns)
+    num_files = sum(len(turn.media) for turn in turns)
+    if len(turns) > MAX_TURNS or num_characters > MAX_CHARACTERS or num_files > MAX_FILES_PER_EVENT:
         raise ValueError("The conversation is too long to go on; start a new conversation")
 
 

@@ -53,6 +53,9 @@ UNKNOWN_SESSION = (
     'data: {"msg":"unexpected_error","message":"404: Not Found","session_not_found":true,"success":false}\n\n'
 )
 MAX_ENDINGS = 4  # heartbeats that end at a time
+# Of all events until they end; gradio keeps their text as objects of five times the size. Small events count, and are
+# taken beyond it: so many of them as there may be are no more.
+MAX_EVENT_BYTES, SMALL_EVENT = 2**26, 2**14
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
 # An upload that falls further behind is ended, since it holds space that others may need.
@@ -69,6 +72,10 @@ class Results(Protocol):
 
     def has_results(self, session_id: str) -> bool:
         """Whether the session is known."""
+
+    @property
+    def num_event_bytes(self) -> int:
+        """The size of all events that have not ended."""
 
     def forget_upload(self, upload_id: str) -> None:
         """Forget the progress of an upload."""
@@ -214,8 +221,17 @@ class DemoRouteFilter:
             is_known = False
         if not is_known:
             return PlainTextResponse("There is no such event; reload the page", 400)
-        if route == JOIN and self._results.num_unread(session) >= MAX_UNREAD:
+        return self._refused_event(session, len(body)) if route == JOIN else None
+
+    def _refused_event(self, session: str, num_bytes: int) -> PlainTextResponse | None:
+        if self._results.num_unread(session) >= MAX_UNREAD:
             return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
+        if num_bytes > SMALL_EVENT and self._results.num_event_bytes + num_bytes > MAX_EVENT_BYTES:
+            return PlainTextResponse("The page is busy; try again later", 503)
+        try:
+            self._sessions.get(session)  # which begins here, so that their number is limited
+        except ValueError as error:
+            return PlainTextResponse(str(error), 503)
         return None
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -291,13 +307,13 @@ class DemoRouteFilter:
             body = message.get("body", b"")
             before = upload.parts.num_files
             upload.parts.add(body)
-            if upload.parts.num_files > before and self._uploads.has_too_many_open():
+            if upload.parts.num_files > before and not self._uploads.may_open():
                 raise MultiPartException(NO_ROOM)
             num_received += len(body)
             if upload.reserve(num_received) and not await self._uploads.has_room():
                 raise MultiPartException(NO_ROOM)
             rest = num_received / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
-            if not limit.expired():
+            if not limit.expired() and not upload.has_ended:
                 limit.reschedule(begin + min(FIRST_SECONDS + rest, UPLOAD_SECONDS))
             return message
 
@@ -308,7 +324,11 @@ class DemoRouteFilter:
 
         try:
             async with asyncio.timeout(FIRST_SECONDS) as limit:
-                await self.app(scope, receive_files, send_and_note)
+                upload.end = lambda: limit.reschedule(begin)
+                try:
+                    await self.app(scope, receive_files, send_and_note)
+                finally:
+                    upload.end = lambda: None
         except TimeoutError:
             if not has_started:
                 await _late("The files took too long to arrive; try again")(scope, receive, send)

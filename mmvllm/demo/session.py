@@ -49,6 +49,10 @@ LISTEN_SECONDS = 5.0  # in which a browser must begin to read the results of a s
 GALLERY_SIZE = 12
 
 
+class NobodyReads(UploadError):
+    """A file is not read because no browser reads what comes of it."""
+
+
 @dataclass(slots=True)
 class Session:
     """The state of one browser tab."""
@@ -64,6 +68,7 @@ class Session:
     reading: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
+    unread_since: float | None = None  # on that clock, while a file waits for a browser that reads the results
 
     @property
     def files(self) -> set[Path]:
@@ -295,15 +300,18 @@ class Sessions:
         return known
 
     async def _wait_until_read(self, session: Session) -> None:
-        """Return once the browser reads the session's results, which it does at once; else raise UploadError.
+        """Return once the browser reads the session's results, which it does at once; else raise NobodyReads.
 
-        Otherwise files of disconnected clients would delay the files of other visitors.
+        Otherwise files of disconnected clients would delay the files of other visitors. All files and events of a
+        session wait for the same `LISTEN_SECONDS`.
         """
-        end = time.monotonic() + LISTEN_SECONDS
         while not (self.is_read(session.id) or session.id in self._open_tabs):
-            if time.monotonic() > end:
-                raise UploadError("the page does not read its results; reload it")
+            session.unread_since = session.unread_since or time.monotonic()
+            is_over = time.monotonic() > session.unread_since + LISTEN_SECONDS
+            if is_over or self._sessions.get(session.id) is not session:
+                raise NobodyReads("the page does not read its results; reload it")
             await asyncio.sleep(TICK_SECONDS)
+        session.unread_since = None
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:
         if turn not in session.turns:  # it was removed in the meantime

@@ -6,10 +6,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after
 SCAN_PAUSE = 0.1  # seconds between scans of the folder, which take the interpreter from everything else
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
+PATIENCE_SECONDS = 5.0  # until an upload may be ended because others need its place
 AHEAD_BYTES = 32 * 2**20  # of an upload, which are reserved before they arrive
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
@@ -37,12 +38,22 @@ class Incoming:
     num_bytes: int
     parts: FileParts
     num_reserved: int
+    num_received: int = 0
+    begin: float = field(default_factory=time.monotonic)
+    has_ended: bool = False  # for others, which need its place
+    end: Callable[[], None] = lambda: None  # called then
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.num_received / (time.monotonic() - self.begin)
 
     def reserve(self, num_received: int) -> bool:
         """Reserve the next `AHEAD_BYTES` once more has arrived than is reserved; return whether that was so.
 
         Slow uploads would fill the folder if the announced size were reserved at once.
         """
+        self.num_received = num_received
         if num_received <= self.num_reserved:
             return False
         self.num_reserved = min(self.num_bytes, num_received + AHEAD_BYTES)
@@ -125,7 +136,7 @@ class Uploads:
 
         An upload that is completed during the scan of the folder may be counted twice, but never not at all.
         """
-        if self.has_too_many_open():
+        if not self.may_open():
             return False
         num_bytes, num_files = sum(upload.num_reserved for upload in self._incoming), self._num_open()
         sizes = await self._sizes()
@@ -145,12 +156,25 @@ class Uploads:
         scan = asyncio.get_running_loop().run_in_executor
         return await scan(self._scanning, lambda: [stat.st_size for _, stat in self._files()])
 
-    def has_too_many_open(self) -> bool:
-        """Whether too many files are open. A single upload may have as many as a question has."""
-        return self._num_open() > MAX_INCOMING_FILES and len(self._incoming) > 1
+    def may_open(self) -> bool:
+        """Whether few enough files are open; where they are not, the slowest uploads end.
+
+        A single upload may have as many files as a question has.
+        """
+        while self._num_open() > MAX_INCOMING_FILES and len(self._arriving()) > 1:
+            old = [one for one in self._arriving() if one.begin + PATIENCE_SECONDS < time.monotonic()]
+            if not old:
+                return False
+            slowest = min(old, key=lambda one: one.rate)
+            slowest.has_ended = True
+            slowest.end()
+        return True
+
+    def _arriving(self) -> list[Incoming]:
+        return [upload for upload in self._incoming if not upload.has_ended]
 
     def _num_open(self) -> int:
-        return sum(upload.parts.num_files for upload in self._incoming)
+        return sum(upload.parts.num_files for upload in self._arriving())
 
     def _old(self) -> list[Path]:
         return [path for path, stat in self._files() if _is_old(stat)]

@@ -79,7 +79,7 @@ def test_a_damaged_image_is_an_image_error():
 
 @pytest.mark.parametrize("brand", [b"heic", b"hevc", b"mif1"])
 def test_what_cannot_be_opened_is_not_called_a_video(brand):
-    with pytest.raises(ImageError, match="not an image that Pillow can read$"):
+    with pytest.raises(ImageError, match=r"not an image that Pillow can read$"):
         load_image(b"\0\0\0\x18ftyp" + brand + bytes(12))
 
 
