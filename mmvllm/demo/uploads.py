@@ -39,7 +39,7 @@ class Incoming:
     parts: FileParts
     num_reserved: int
     num_received: int = 0
-    begin: float = field(default_factory=time.monotonic)
+    begin: float = field(default_factory=lambda: time.monotonic())
     has_ended: bool = False  # for others, which need its place
     end: Callable[[], None] = lambda: None  # called then
 

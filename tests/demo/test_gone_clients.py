@@ -1,7 +1,12 @@
 """What clients leave behind that ask and do not read the results."""
 
+import asyncio
 import json
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,3 +52,77 @@ def test_files_of_a_client_that_has_gone_are_not_read(site, monkeypatch):
     assert reads == []
     end, _ = event(site, None, "change", [paths, *CONTROLS], "stays")
     assert end["success"] and "picture tokens" in json.dumps(end) and len(reads) == 3
+
+
+@contextmanager
+def paused(page) -> Iterator[None]:
+    """No event of the page begins meanwhile."""
+    begin, waiting = page.process_api, threading.Event()
+
+    async def process_api(*args, **kwargs):
+        while not waiting.is_set():
+            await asyncio.sleep(0.01)
+        return await begin(*args, **kwargs)
+
+    page.process_api = process_api
+    try:
+        yield
+    finally:
+        waiting.set()
+        del page.process_api
+
+
+def kept(turns: list[dict]) -> dict:
+    return {"turns": turns, "final": True}
+
+
+@pytest.mark.spawns
+def test_a_session_that_nobody_reads_is_waited_for_once(site, monkeypatch):
+    """However many events and files it has: together they took all places of the page for half an hour."""
+    monkeypatch.setattr(session_module, "LISTEN_SECONDS", 1.0)
+    files = [("files", (f"{number}.png", encode(noise_image(60, 60, seed=number)), "image/png")) for number in range(4)]
+    paths = post(f"{site.url}gradio_api/upload", files=files).json()
+    turns = [{"question": "q", "answer": "a", "note": "", "images": [path]} for path in paths]
+    body = {"data": [], "fn_index": site.events["conversations", "restore"], "event_data": kept(turns)}
+    begin = time.monotonic()
+    for number in range(24):
+        assert post(f"{site.url}gradio_api/queue/join", json=body | {"session_hash": f"left-{number % 2}"}).is_success
+    until(lambda: not site.page._queue.event_ids_to_events)
+    assert time.monotonic() - begin < 8  # and not 24 * 4 seconds
+    end, _ = event(site, "chat", "clear", [], "another")
+    assert end["success"]
+
+
+@pytest.mark.spawns
+def test_no_file_is_read_for_a_session_that_was_removed(site, monkeypatch):
+    monkeypatch.setattr(session_module, "LISTEN_SECONDS", 60.0)
+    files = [("files", ("a.png", encode(noise_image(60, 60, seed=99)), "image/png"))]
+    paths = json.dumps(post(f"{site.url}gradio_api/upload", files=files).json())
+    body = {"data": [paths, *CONTROLS], "fn_index": site.events[None, "change"], "session_hash": "removed"}
+    assert post(f"{site.url}gradio_api/queue/join", json=body).is_success
+    until(lambda: (session := site.page.sessions._sessions.get("removed")) and session.unread_since)
+    site.page.sessions._remove(site.page.sessions._sessions["removed"])
+    until(lambda: not site.page._queue.event_ids_to_events)
+
+
+def test_a_result_for_a_session_that_is_gone_stops_nothing(site):
+    """Gradio's queue would stop for good."""
+    queue = site.page._queue
+    gone = SimpleNamespace(alive=True, session_hash="no such session", _id="x")
+    queue.send_message(gone, SimpleNamespace())
+    end, _ = event(site, "chat", "clear", [], "still-served")
+    assert end["success"] and not queue.stopped
+
+
+def test_events_count_by_their_size_until_they_end(site):
+    body = {
+        "data": [],
+        "fn_index": site.events["chat", "clear"],
+        "session_hash": "sized",
+        "event_data": {"x": "y" * 5000},
+    }
+    before = site.page.num_event_bytes
+    with paused(site.page):
+        assert post(f"{site.url}gradio_api/queue/join", json=body).is_success
+        assert 5000 < site.page.num_event_bytes - before < 6000
+    until(lambda: site.page.num_event_bytes == 0)

@@ -10,11 +10,22 @@ pytest.importorskip("gradio")
 import gradio
 
 from mmvllm.demo.conversation import Turn
+from mmvllm.demo.events import MAX_FILES_PER_EVENT
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.record import INTERRUPTED, MAX_CHARACTERS, MAX_NOTE, MAX_TURNS, check_length, read_turns, to_record
+from mmvllm.demo.record import (
+    INTERRUPTED,
+    MAX_CHARACTERS,
+    MAX_NOTE,
+    MAX_STRIP_CHARACTERS,
+    MAX_TURNS,
+    check_length,
+    read_turns,
+    to_record,
+)
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
+from mmvllm.demo.videos import UploadedVideo
 from mmvllm.demo.words import spoken, spoken_model
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
 from mmvllm.media import MediaPolicy
@@ -99,9 +110,21 @@ def test_a_conversation_has_a_longest_length():
         check_length([Turn("q" * MAX_CHARACTERS, (), "a")])
     with pytest.raises(ValueError, match="too long to go on"):
         check_length([Turn("q")] * (MAX_TURNS + 1))
+    with pytest.raises(ValueError, match="too long to go on"):
+        check_length([Turn("q", (None,) * 100), Turn("q", (None,) * (MAX_FILES_PER_EVENT - 99))])
     assert len(read_turns(record(MAX_CHARACTERS - 2), max_files=8)) == 2
     with pytest.raises(ValueError, match="reload it"):
         read_turns(record(MAX_CHARACTERS - 1), max_files=8)
+
+
+def test_a_record_has_the_frames_of_the_last_videos_only(tmp_path):
+    strip = tuple((float(i), "x" * (MAX_STRIP_CHARACTERS // 20)) for i in range(6))
+    videos = [UploadedVideo(tmp_path / f"{i}.mp4", None, (), strip) for i in range(9)]
+    turns = [Turn("q", (video,), "a") for video in videos]
+    strips = json.loads(to_record(turns))["strips"]
+    assert [*strips] == [str(video.path) for video in (videos[8], videos[7], videos[6])]
+    assert strips[str(videos[8].path)] == [*map(list, strip)]
+    assert [*json.loads(to_record([Turn("q", (videos[0],) * 9)]))["strips"]] == [str(videos[0].path)]
 
 
 @pytest.mark.parametrize(

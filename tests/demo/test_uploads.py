@@ -8,6 +8,7 @@ import tempfile
 import time
 import zlib
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 from PIL import ExifTags, Image
@@ -170,6 +171,22 @@ def test_the_number_of_files_that_are_open_is_limited(uploads):
     files = MAX_INCOMING_FILES // 5
     assert has_room(uploads, *[(1, files)] * 5) and not has_room(uploads, *[(1, files)] * 5, (1, 1))
     assert has_room(uploads, (1, MAX_INCOMING_FILES + 1))  # of one question that has as many
+
+
+def test_the_slowest_upload_ends_where_others_need_its_files(uploads, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(uploads_module.time, "monotonic", lambda: now)
+    ended = []
+    with ExitStack() as stack:
+        for name, num_received in (("fast", 10**6), ("slow", 10**4), ("new", 0)):
+            now += 1.0
+            upload = stack.enter_context(uploads.incoming(10**7, parts_of(MAX_INCOMING_FILES // 2)))
+            upload.reserve(num_received)
+            upload.end = partial(ended.append, name)
+        assert not uploads.may_open() and ended == []  # none is old enough
+        now += 4.5
+        assert uploads.may_open() and ended == ["slow"]
+        assert uploads.may_open() and ended == ["slow"]  # its files are closed
 
 
 def test_an_upload_that_ends_while_the_folder_is_scanned_is_counted(uploads, monkeypatch):
