@@ -27,6 +27,7 @@ from mmvllm.media import MediaPolicy
 from mmvllm.models.folder import model_name
 from mmvllm.server.settings import ServerSettings
 from mmvllm.signals import ended_by_second_signal
+from mmvllm.text import parse_json
 from mmvllm.tracing import check_endpoint
 
 DEFAULTS = ServerSettings(model_names=())
@@ -353,13 +354,26 @@ def _lora_modules(args: argparse.Namespace) -> dict[str, str]:
         raise ValueError(f"{option} needs --enable-lora")
     modules: dict[str, str] = {}
     for given in args.lora_modules:
-        name, _, path = given.partition("=")
-        if not name or not path:
-            raise ValueError(f"--lora-modules: {given!r} is not NAME=DIR")
+        name, path = _lora_module(given)
         if name in modules:
             raise ValueError(f"--lora-modules has the name {name!r} twice")
         modules[name] = path
     return modules
+
+
+def _lora_module(given: str) -> tuple[str, str]:
+    """The name and the folder of an adapter, as NAME=DIR or as the object that vLLM takes as well."""
+    if given.startswith("{"):
+        try:
+            record = parse_json(given)
+        except ValueError:
+            record = {}
+        name, path = record.get("name"), record.get("path")
+    else:
+        name, _, path = given.partition("=")
+    if not all(isinstance(value, str) and value for value in (name, path)):
+        raise ValueError(f'--lora-modules: {given!r} must be NAME=DIR, or {{"name": "NAME", "path": "DIR"}}')
+    return name, path
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:

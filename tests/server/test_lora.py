@@ -185,8 +185,15 @@ def test_a_server_does_not_start_with_an_adapter_that_cannot_be_used(engine, ada
     [
         (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
         (["--allow-lora-updating"], "--allow-lora-updating needs --enable-lora"),
-        (["--enable-lora", "--lora-modules", "a"], "--lora-modules: 'a' is not NAME=DIR"),
+        (["--enable-lora", "--lora-modules", "a"], "--lora-modules: 'a' must be NAME=DIR"),
+        (["--enable-lora", "--lora-modules", '{"name": "a"}'], "must be NAME=DIR"),
+        (["--enable-lora", "--lora-modules", '{"name": "a", "path": 5}'], "must be NAME=DIR"),
+        (["--enable-lora", "--lora-modules", "{a=b"], "must be NAME=DIR"),
         (["--enable-lora", "--lora-modules", "a=b", "a=c"], "--lora-modules has the name 'a' twice"),
+        (
+            ["--enable-lora", "--lora-modules", "a=b", '{"name": "a", "path": "c", "base_model_name": "x"}'],
+            "--lora-modules has the name 'a' twice",
+        ),
     ],
 )
 def test_wrong_options(words, message, capsys):
