@@ -23,19 +23,24 @@ def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main:
         is_daemon: a daemon may not start processes of its own.
         needs_main: whether the process imports the main module, for objects of its classes.
 
-    Raises RuntimeError in a daemon, which Python does not let start processes.
+    Raises RuntimeError as `check_may_start` does.
     """
-    if multiprocessing.current_process().daemon:
-        raise RuntimeError(
-            "a process has to be started, which a daemonic process of multiprocessing, such as a worker of a Pool, may "
-            "not do; use one that is no daemon, or one device without worker processes"
-        )
+    check_may_start()
     process = multiprocessing.get_context("spawn").Process(
         target=target, args=args, name=PROCESS_NAME, daemon=is_daemon
     )
     with _signals_blocked(), _main_module(needs_main):
         process.start()
     return process
+
+
+def check_may_start() -> None:
+    """Raise RuntimeError in a daemonic process, which Python does not let start others."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "a process has to be started, which a daemonic process of multiprocessing, such as a worker of a Pool, may "
+            "not do; use one that is no daemon, or one device without worker processes"
+        )
 
 
 @contextmanager

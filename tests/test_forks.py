@@ -1,6 +1,7 @@
 """A fork of a process has none of the threads of its engines: every call there says so, and none waits."""
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import pickle
@@ -110,13 +111,15 @@ def test_an_engine_of_another_process_is_not_shut_down_by_a_fork(used_engine):
 
 def test_engines_in_processes_need_a_process_that_is_no_daemon(tmp_path):
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_start_two, args=(str(tmp_path / "said"),), daemon=True)
+    process = context.Process(target=_start_two, args=(str(tmp_path / "said"), str(tmp_path / "log")), daemon=True)
     process.start()
     process.join(120)
     assert "which a daemonic process of multiprocessing" in (tmp_path / "said").read_text()
+    assert (tmp_path / "log").read_text() == ""
 
 
-def _start_two(path: str) -> None:
+def _start_two(path: str, log: str) -> None:
+    logging.basicConfig(filename=log)
     try:
         AsyncLLM(data_parallel_size=2, **ENGINE)
     except RuntimeError as error:

@@ -24,6 +24,7 @@ from mmvllm.lora import LoRARequest
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.splitting import rank_config
 from mmvllm.signals import wait_until
+from mmvllm.worker_start import check_may_start
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class EngineFleet:
     """
 
     def __init__(self, model: str | Path | None, config: EngineConfig, size: int, release_after: float | None = None):
+        check_may_start()
         placements = place_engines(size, config)
         # What is read here does not depend on the device, and this process must take no memory of a GPU.
         checkpoint = read_checkpoint(model, replace(config, device="cpu", tensor_parallel_size=1))
