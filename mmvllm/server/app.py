@@ -1,5 +1,6 @@
 """The application: routes and middleware."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
@@ -18,7 +19,7 @@ from mmvllm.server.body import LenientRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse
 from mmvllm.server.disconnects import while_connected
 from mmvllm.server.errors import ApiError
-from mmvllm.server.input_items import input_items
+from mmvllm.server.input_items import page_of_input
 from mmvllm.server.jobs import CompletionJob, JobFactory
 from mmvllm.server.limits import AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.server.metrics import CountingMiddleware, Metrics
@@ -166,24 +167,20 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
             raise missing(response_id)
         return Response(found.response, media_type="application/json")
 
-    @router.get("/{response_id}/input_items")
-    def input_items_of(
+    @router.get("/{response_id}/input_items", response_model=InputItems)
+    async def input_items(
         response_id: str,
+        request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: Annotated[str | None, Query(description="The id of the last item that is known.")] = None,
-    ) -> InputItems:
-        """The input of a stored response. In a thread, since images may be large."""
+    ) -> Response:
+        """The items of the input of a stored response."""
         if (found := stored.get(response_id)) is None:
             raise missing(response_id)
-        items = input_items(found.given, found.messages, response_id)[:: 1 if order == "asc" else -1]
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
-            raise ApiError(400, f"after is {after!r:.100}, which is not the id of an item", param="after")
-        begin = 0 if after is None else ids.index(after) + 1
-        shown = items[begin : begin + limit]
-        first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        return InputItems(data=shown, first_id=first_id, last_id=last_id, has_more=begin + limit < len(items))
+        request.state.reservation.take(found.size)  # which the response may have again, with all images
+        page = await asyncio.to_thread(page_of_input, found, response_id, limit, order, after)
+        return Response(page, media_type="application/json")
 
     @router.post("/{response_id}/cancel", response_model=ResponseObject)
     async def cancel(response_id: str) -> Response:

@@ -1,7 +1,7 @@
 """Calls of custom tools, whose input is a text: in a completion they are calls of functions that take `input`."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mmvllm.processors.tool_calls import CallPiece, read_arguments
 
@@ -26,25 +26,26 @@ class CustomCalls:
 
     def __init__(self, names: Collection[str]):
         self._names = names
-        self._begun: CallPiece | None = None  # with all arguments so far
+        self._begun: CallPiece | None = None
+        self._arguments: list[str] = []  # of that, so far
 
     def feed(self, pieces: Sequence[Piece], is_last: bool = False) -> list[Piece | CustomCall]:
         """Add pieces; `is_last` says that no more follow."""
         made: list[Piece | CustomCall] = []
         for piece in pieces:
             if self._begun is not None and isinstance(piece, CallPiece) and piece.index == self._begun.index:
-                self._begun = replace(self._begun, arguments=self._begun.arguments + piece.arguments)
+                self._arguments.append(piece.arguments)
                 continue
             made += self._ended()
             if isinstance(piece, CallPiece) and piece.name in self._names:
-                self._begun = piece
+                self._begun, self._arguments = piece, [piece.arguments]
             else:
                 made.append(piece)
         return made + self._ended() if is_last else made
 
     def _ended(self) -> list[CustomCall]:
         call, self._begun = self._begun, None
-        return [] if call is None else [CustomCall(call.index, call.name, input_of(call.arguments))]
+        return [] if call is None else [CustomCall(call.index, call.name, input_of("".join(self._arguments)))]
 
 
 def input_of(arguments: str) -> str:

@@ -1,17 +1,35 @@
 """The input of a stored response, as the items of OpenAI's Responses API."""
 
-from collections.abc import Sequence
 from typing import Any
+
+from mmvllm.server.errors import ApiError
+from mmvllm.server.response_store import StoredResponse
+from mmvllm.server.responses import InputItems
 
 _PARTS = {"assistant": "output_text"}  # types of text parts by roles, if not input_text
 
 
-def input_items(given: Sequence[dict], conversation: Sequence[dict], response_id: str) -> list[dict[str, Any]]:
-    """Convert the last messages of a conversation, as `messages_of` makes them, to items with ids, in their order."""
-    calls = (call for message in conversation for call in message.get("tool_calls", ()))
+def page_of_input(stored: StoredResponse, response_id: str, limit: int, order: str, after: str | None) -> bytes:
+    """A list of at most `limit` items as JSON, which begins behind that with the id `after`; `order` is asc or desc.
+
+    Raises ApiError if there is no such item.
+    """
+    items = _items(stored, response_id)[:: 1 if order == "asc" else -1]
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise ApiError(400, f"after is {after!r:.100}, which is not the id of an item", param="after")
+    begin = 0 if after is None else ids.index(after) + 1
+    shown = items[begin : begin + limit]
+    first_id, last_id = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    page = InputItems(data=shown, first_id=first_id, last_id=last_id, has_more=begin + limit < len(items))
+    return page.model_dump_json().encode()
+
+
+def _items(stored: StoredResponse, response_id: str) -> list[dict[str, Any]]:
+    calls = (call for message in stored.messages for call in message.get("tool_calls", ()))
     custom = {call["id"] for call in calls if call["type"] == "custom"}
     made = []
-    for message in given:
+    for message in stored.given:
         role, content = message["role"], message["content"]
         if role == "tool":
             output = content if isinstance(content, str) else [_part(part, role) for part in content]

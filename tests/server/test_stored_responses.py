@@ -89,6 +89,13 @@ def test_the_input_of_a_response_can_be_read(client):
         client.responses.input_items.list("resp_x")
 
 
+def test_the_bytes_of_an_input_that_is_read_count_with_those_of_requests(engine):
+    for limit, status in ((2000, 429), (20_000, 200)):
+        app = make_app(engine, max_bodies_bytes=limit)
+        path = f"{RESPONSES}/{post(app, input='x' * 1000)['id']}/input_items"
+        assert call(app, "GET", path).status_code == status
+
+
 @pytest.mark.network
 def test_a_response_can_be_read_and_deleted(client):
     made = create(client, metadata={"a": "b"})
