@@ -1,12 +1,12 @@
 """Builds the responses of /v1/chat/completions, whole or in chunks, from the engine's deltas."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import END, CallPiece, FunctionCall, ToolCallParser, read_tool_calls
-from mmvllm.server.custom_calls import CustomCall, CustomCalls, input_of
+from mmvllm.processors.tool_calls import END, CallPiece, FunctionCall
+from mmvllm.server.call_reader import CallReader, CustomCall
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
     ChoiceBuffer,
@@ -15,6 +15,7 @@ from mmvllm.server.response_builder import (
     shown_logprobs,
 )
 from mmvllm.server.responses import ChatCompletion, ChatLogprobs, TokenLogprob, Usage
+from mmvllm.server.tools import ToolUse
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -26,18 +27,17 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(
         self,
         *args: Any,
-        functions: Collection[str] = (),
-        custom: Collection[str] = (),
+        use: ToolUse,
         boxes: bool | Literal["stored"] | None = None,
         echoed: str = "",
     ):
-        """`functions` are the names of those whose calls are looked for in completions, `custom` those of custom tools
-        among them. With `boxes`, each choice has the boxes that the model wrote: "stored" in pixels of the image as it
-        is stored. The content of each choice begins with `echoed`. Others are as of the base.
+        """`use` says which calls are looked for in completions. With `boxes`, each choice has the boxes that the model
+        wrote: "stored" in pixels of the image as it is stored. The content of each choice begins with `echoed`. Others
+        are as of the base.
         """
         super().__init__(*args)
-        self._functions, self._custom, self._with_boxes, self._echoed = functions, custom, boxes, echoed
-        self._parsers: dict[int, tuple[ToolCallParser, CustomCalls]] = {}  # by choice
+        self._use, self._with_boxes, self._echoed = use, boxes, echoed
+        self._readers: dict[int, CallReader] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
         """The response to a request that is not streamed."""
@@ -47,9 +47,9 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _choice(self, choice: ChoiceBuffer) -> dict:
         text, message = "".join(choice.text), {"role": "assistant"}
-        content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
+        content, calls = CallReader(self._use).read(text)
         if calls:
-            message["tool_calls"] = [self._call(call) for call in calls]
+            message["tool_calls"] = [{"id": call_id(), **_called(call)} for call in calls]
         content = self._echoed + content
         shown = self._logprobs(choice.logprobs)
         if shown is not None:  # validated one by one, see `_shown`
@@ -63,11 +63,6 @@ class ChatResponseBuilder(ResponseBuilder):
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
         }
-
-    def _call(self, call: FunctionCall) -> dict:
-        if call.name in self._custom:
-            return {"id": call_id(), "custom": {"name": call.name, "input": input_of(call.arguments)}}
-        return {"id": call_id(), "function": {"name": call.name, "arguments": call.arguments}}
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
         """The chunks that start a stream, before the first delta: the role of each choice."""
@@ -96,18 +91,16 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _stop_reason(self, found: str | int | None) -> str | int | None:
         """What the client gave: the end of a single call is a stop string of the server's."""
-        return None if self._functions and found == END else found
+        return None if self._use.names and found == END else found
 
     def _parts(self, index: int, delta: Delta) -> tuple[list[dict], bool]:
         """What is new of the message, and whether it has calls."""
-        if not self._functions:
-            return [{"content": delta.text}] if delta.text else [], False
-        if index not in self._parsers:
-            self._parsers[index] = ToolCallParser(self._functions), CustomCalls(self._custom)
-        (parser, custom), is_last = self._parsers[index], delta.finish_reason is not None
-        pieces = custom.feed(parser.feed(delta.text, is_last), is_last)
+        if index not in self._readers:
+            self._readers[index] = CallReader(self._use)
+        reader = self._readers[index]
+        pieces = reader.feed(delta.text, is_last=delta.finish_reason is not None)
         parts = [{"content": one} if isinstance(one, str) else {"tool_calls": [_call_part(one)]} for one in pieces]
-        return parts, parser.num_calls > 0
+        return parts, reader.has_calls
 
     def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
         """The field of a whole choice that only mmvllm has, if the request asks for it."""
@@ -122,15 +115,18 @@ class ChatResponseBuilder(ResponseBuilder):
         return {"content": shown_logprobs(entries, self._top_logprobs, self._tokenizer, self._names_by_id)}
 
 
+def _called(call: CallPiece | FunctionCall | CustomCall) -> dict:
+    """The tool that is called, as OpenAI's chats have it."""
+    if isinstance(call, CustomCall):
+        return {"type": "custom", "custom": {"name": call.name, "input": call.input}}
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _call_part(piece: CallPiece | CustomCall) -> dict:
     """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
-    if isinstance(piece, CustomCall):
-        custom = {"name": piece.name, "input": piece.input}
-        return {"index": piece.index, "id": call_id(), "type": "custom", "custom": custom}
     if piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function = {"name": piece.name, "arguments": piece.arguments}
-    return {"index": piece.index, "id": call_id(), "type": "function", "function": function}
+    return {"index": piece.index, "id": call_id(), **_called(piece)}
 
 
 def _reason(finish_reason: str | None, has_calls: bool) -> str | None:

@@ -12,8 +12,7 @@ from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.embedding_response import VectorEncoding
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
-    CallOfHistory,
-    CustomCallOfHistory,
+    HistoryCall,
     HistoryMessage,
     ImagePart,
     ImageSizes,
@@ -210,7 +209,7 @@ def echoed_text(body: ChatRequest) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content if isinstance(part, TextPart))
 
 
-def _calls_of(message: InputMessage) -> Sequence[CallOfHistory | CustomCallOfHistory]:
+def _calls_of(message: InputMessage) -> Sequence[HistoryCall]:
     return (message.tool_calls or ()) if isinstance(message, HistoryMessage) else ()
 
 

@@ -147,7 +147,7 @@ class JobFactory:
         prompt = self.prompt(body, use.tools, reservation, keys=keys)
         shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         boxes = body.mmvllm.boxes if body.mmvllm else None
-        options = {"functions": use.names, "custom": use.custom, "boxes": boxes, "echoed": convert.echoed_text(body)}
+        options = {"use": use, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)
@@ -166,8 +166,7 @@ class JobFactory:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
         is_stored = body.store is not False and self.responses.accepts(messages, body.instructions)
-        num_given = len(messages_of(given))  # a call may belong to the last of the earlier ones
-        store = partial(self.responses.add, messages=messages, num_given=num_given) if is_stored else None
+        store = partial(self.responses.add, messages=messages, given=messages_of(given)) if is_stored else None
         builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use, store)
         field = use.field or in_text_options(structured_field(chat))
         described, streams = partial(described_chat, chat), bool(body.stream)

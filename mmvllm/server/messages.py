@@ -329,7 +329,7 @@ class CallOfHistory(OpenModel):
     function: CalledFunction
 
 
-class CustomInput(OpenModel):
+class CalledCustomTool(OpenModel):
     name: str
     input: str = ""
 
@@ -337,12 +337,18 @@ class CustomInput(OpenModel):
 class CustomCallOfHistory(OpenModel):
     id: str | None = None
     type: Literal["custom"]
-    custom: CustomInput
+    custom: CalledCustomTool
 
     @property
     def function(self) -> CalledFunction:
-        """What the model has written."""
+        """The call as the model wrote it: of a function that takes `input`."""
         return CalledFunction(name=self.custom.name, arguments=json.dumps({"input": self.custom.input}))
+
+
+HistoryCall = Annotated[
+    Annotated[CallOfHistory, Tag("a call")] | Annotated[CustomCallOfHistory, Tag("a custom call")],
+    Discriminator(tag_by("type", {"custom": "a custom call"}, "a call")),
+]
 
 
 class HistoryMessage(InputMessage):
@@ -354,18 +360,7 @@ class HistoryMessage(InputMessage):
     content: str | PartsOfHistory | None = None
     refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
-    tool_calls: (
-        Annotated[
-            list[
-                Annotated[
-                    Annotated[CallOfHistory, Tag("a call")] | Annotated[CustomCallOfHistory, Tag("a custom call")],
-                    Discriminator(tag_by("type", {"custom": "a custom call"}, "a call")),
-                ]
-            ],
-            Field(fail_fast=True, max_length=MAX_TOOLS),
-        ]
-        | None
-    ) = None
+    tool_calls: Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:

@@ -3,14 +3,15 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_tool_calls
+from mmvllm.processors.tool_calls import CallPiece, FunctionCall
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.server.custom_calls import CustomCall, CustomCalls, input_of
+from mmvllm.server.call_reader import CallReader, CustomCall
 from mmvllm.server.errors import ApiError
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
@@ -45,10 +46,10 @@ class ResponseObjectBuilder:
         """
         self.model = model
         self._head = _head(model, body, params, is_stored=store is not None)
-        self._tokenizer, self._functions, self._custom, self._store = tokenizer, use.names, use.custom, store
+        self._tokenizer, self._store = tokenizer, store
         self._num_logprobs, self.num_values = params.num_logprobs, 0
         self._logprobs: list[dict] = []  # of tokens whose text is still to come
-        self._parser, self._custom_calls = ToolCallParser(use.names), CustomCalls(use.custom)
+        self._reader = CallReader(use)
         self._items: list[dict] = []
         self._is_open = False  # whether more may come for the last item
         self._finish_reason: str | None = None
@@ -68,10 +69,10 @@ class ResponseObjectBuilder:
         """The response to a request that is not streamed."""
         [choice] = choices
         text, self._finish_reason = "".join(choice.text), choice.finish_reason
-        content, calls = read_tool_calls(text, self._functions) if self._functions else (text, [])
+        content, calls = self._reader.read(text)
         if content or not calls:
             self._items.append(_message(content, self._shown(choice.logprobs)))
-        self._items += [self._call(call) for call in calls]
+        self._items += map(_call, calls)
         self._items[-1]["status"] = self._status
         return ResponseObject(**self._response(usage))
 
@@ -85,10 +86,7 @@ class ResponseObjectBuilder:
         self._finish_reason = FINISH_REASONS[delta.finish_reason]
         is_last = delta.finish_reason is not None
         self._logprobs += self._shown(delta.logprobs or ())
-        pieces = filter(None, [delta.text])
-        if self._functions:
-            pieces = self._custom_calls.feed(self._parser.feed(delta.text, is_last), is_last)
-        return [event for piece in pieces for event in self._add(piece)]
+        return [event for piece in self._reader.feed(delta.text, is_last) for event in self._add(piece)]
 
     def last_chunks(self, usage: Usage, _includes_usage: bool) -> list[dict]:
         """The events that end a stream."""
@@ -125,15 +123,10 @@ class ResponseObjectBuilder:
             self._store(response)
         return response
 
-    def _call(self, call: FunctionCall) -> dict:
-        if call.name in self._custom:
-            return _custom_call(call.name, input_of(call.arguments))
-        return _call(call.name, call.arguments)
-
     def _add(self, piece: str | CallPiece | CustomCall) -> list[dict]:
         """The events for a piece of content or of a call."""
         if isinstance(piece, CustomCall):
-            events = self._close("completed") + self._open(_custom_call(piece.name, ""))
+            events = self._close("completed") + self._open(_call(replace(piece, input="")))
             self._items[-1]["input"] = piece.input
             return [*events, self._about("custom_tool_call_input.delta", delta=piece.input)]
         events = []
@@ -142,7 +135,7 @@ class ResponseObjectBuilder:
                 events = self._close("completed") + self._open(_message(""))
             return [*events, self._add_text(piece)]
         if piece.name is not None:
-            events = self._close("completed") + self._open(_call(piece.name, ""))
+            events = self._close("completed") + self._open(_call(FunctionCall(piece.name, "")))
         self._items[-1]["arguments"] += piece.arguments
         delta = self._about("function_call_arguments.delta", delta=piece.arguments)
         return [*events, delta] if piece.arguments else events
@@ -235,11 +228,8 @@ def _message(text: str, logprobs: Sequence[dict] = ()) -> dict:
     return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
 
 
-def _call(name: str, arguments: str) -> dict:
-    made = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call_id(), "status": "completed"}
-    return made | {"name": name, "arguments": arguments}
-
-
-def _custom_call(name: str, text: str) -> dict:
-    made = {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", "call_id": call_id(), "status": "completed"}
-    return made | {"name": name, "input": text}
+def _call(call: FunctionCall | CustomCall) -> dict:
+    common = {"call_id": call_id(), "status": "completed", "name": call.name}
+    if isinstance(call, CustomCall):
+        return {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}", **common, "input": call.input}
+    return {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", **common, "arguments": call.arguments}

@@ -19,7 +19,7 @@ LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
 class StoredResponse:
     """A response as JSON, the chat messages of its whole conversation, and the items of its output by id.
 
-    `given` are the messages of the request, which are some of `messages`.
+    `given` are the messages made from the request's own input, without the earlier conversation.
     """
 
     response: bytes
@@ -51,9 +51,8 @@ class ResponseStore:
         """Whether the response to a conversation can be stored, which repeats the `instructions`."""
         return LARGEST_SHARE * (size_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
 
-    def add(self, response: dict[str, Any], messages: Sequence[dict], num_given: int) -> None:
-        """Store a response, without log-probabilities, to a conversation, whose request had `num_given` messages."""
-        given = messages[-num_given:]
+    def add(self, response: dict[str, Any], messages: Sequence[dict], given: Sequence[dict]) -> None:
+        """Store a response, without log-probabilities, to a conversation whose last messages are `given`."""
         response = response | {"output": [_without_logprobs(item) for item in response["output"]]}
         items = ITEMS.validate_python(response["output"])
         data, messages = json.dumps(response).encode(), messages_of(items, messages)

@@ -67,7 +67,7 @@ class ToolCall(BaseModel):
     function: CallOfFunction
 
 
-class InputOfCustom(BaseModel):
+class CallOfCustomTool(BaseModel):
     name: str
     input: str
 
@@ -75,7 +75,7 @@ class InputOfCustom(BaseModel):
 class CustomToolCall(BaseModel):
     id: str
     type: Literal["custom"] = "custom"
-    custom: InputOfCustom
+    custom: CallOfCustomTool
 
 
 class ResponseMessage(BaseModel):

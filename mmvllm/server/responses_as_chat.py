@@ -10,16 +10,16 @@ from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
-    AllowedFunctionsChoice,
+    AllowedTools,
+    CallOutputItem,
     CustomCallItem,
     FunctionCallItem,
-    FunctionChoice,
-    FunctionOutputItem,
     InputImage,
     InputItem,
     InputText,
     Item,
     JsonSchemaFormat,
+    NamedTool,
     ResponsesRequest,
 )
 from mmvllm.server.structured import StructuredField
@@ -80,11 +80,11 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
         raise ApiError(400, f"{param}: {message}", param=param) from None
 
 
-def _tool_choice(choice: str | FunctionChoice | AllowedFunctionsChoice | None) -> str | dict | None:
-    """As chats have it: functions and allowed tools in objects of their own."""
-    if isinstance(choice, FunctionChoice):
+def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> str | dict | None:
+    """As chats have it: nested."""
+    if isinstance(choice, NamedTool):
         return {"type": choice.type, choice.type: {"name": choice.name}}
-    if isinstance(choice, AllowedFunctionsChoice):
+    if isinstance(choice, AllowedTools):
         return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [*map(_tool_choice, choice.tools)]}}
     return choice
 
@@ -103,7 +103,7 @@ def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dic
     for item in items:
         if isinstance(item, FunctionCallItem | CustomCallItem):
             _add_call(made, item)
-        elif isinstance(item, FunctionOutputItem):
+        elif isinstance(item, CallOutputItem):
             made.append({"role": "tool", "content": _content(item.output), "tool_call_id": item.call_id})
         elif isinstance(item, InputItem):
             made.append({"role": item.role, "content": _content(item.content or item.refusal)})
@@ -133,7 +133,7 @@ def _add_call(messages: list[dict], item: FunctionCallItem | CustomCallItem) -> 
         call = {"type": "function", "function": {"name": item.name, "arguments": arguments_as_text(item.arguments)}}
     calls = [*message.get("tool_calls", ()), {"id": item.call_id, **call}]
     if len(calls) > MAX_TOOLS:
-        raise ApiError(400, f"input: more than {MAX_TOOLS} function calls follow each other", param="input")
+        raise ApiError(400, f"input: more than {MAX_TOOLS} calls follow each other", param="input")
     messages.append({**message, "tool_calls": calls})
 
 

@@ -29,12 +29,12 @@ from mmvllm.server.protocol import (
 )
 from mmvllm.server.structured import NamedSchema
 from mmvllm.server.tools import (
-    TOOL_TAGS,
+    BY_TOOL_TYPE,
     CustomDefinition,
     FunctionDefinition,
     FunctionReference,
+    by_form,
     check_size,
-    choice_tag,
 )
 
 
@@ -100,7 +100,7 @@ class CustomCallItem(OpenModel):
     input: str
 
 
-class FunctionOutputItem(OpenModel):
+class CallOutputItem(OpenModel):
     """The result of a call."""
 
     misplaced = (*CONTENT, "content", "result")
@@ -135,7 +135,7 @@ Item = Annotated[
     Annotated[InputItem, Tag("a message")]
     | Annotated[FunctionCallItem, Tag("a call")]
     | Annotated[CustomCallItem, Tag("a custom call")]
-    | Annotated[FunctionOutputItem, Tag("a result")]
+    | Annotated[CallOutputItem, Tag("a result")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("a reference")],
     Discriminator(
@@ -166,19 +166,21 @@ class CustomTool(CustomDefinition):
     type: Literal["custom"]
 
 
-class FunctionChoice(FunctionReference):
+class NamedTool(FunctionReference):
+    """A choice of one tool as the Responses API has it."""
+
     type: Literal["function", "custom"]
 
 
-class AllowedFunctionsChoice(StrictModel):
+class AllowedTools(StrictModel):
     """`tool_choice` as the Responses API has it: without a nested object."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-Tool = Annotated[Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")], TOOL_TAGS]
+Tool = Annotated[Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")], BY_TOOL_TYPE]
 
 
 class PlainTextFormat(StrictModel):
@@ -255,9 +257,9 @@ class ResponsesRequest(SamplingRequest):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]
-            | Annotated[FunctionChoice, Tag("a function")]
-            | Annotated[AllowedFunctionsChoice, Tag("allowed tools")],
-            Discriminator(choice_tag),
+            | Annotated[NamedTool, Tag("a function")]
+            | Annotated[AllowedTools, Tag("allowed tools")],
+            by_form({"allowed_tools": "allowed tools"}),
         ]
         | None
     ) = Field(None, description="Default: auto.")

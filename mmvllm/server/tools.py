@@ -1,7 +1,7 @@
 """Pydantic models of the tools of a chat, and how a request uses its tools."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -14,7 +14,7 @@ from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import MAX_VALUES
 from mmvllm.processors.tool_calls import END
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
-from mmvllm.processors.tools import MAX_TOOLS, NAME, check_names, check_parameters
+from mmvllm.processors.tools import MAX_TOOLS, NAME, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, OpenModel, StrictModel, tag_by
@@ -59,9 +59,6 @@ class CustomDefinition(OpenModel):
     description: str | None = None
     format: FreeText | None = None
 
-    def as_function(self) -> FunctionDefinition:
-        return FunctionDefinition(name=self.name, description=self.description, parameters=_INPUT)
-
 
 class ToolDefinition(OpenModel):
     misplaced = ("name", "description", "parameters", "strict", "input_schema")
@@ -79,7 +76,7 @@ class CustomToolDefinition(OpenModel):
     @cached_property
     def function(self) -> FunctionDefinition:
         """What the model sees."""
-        return self.custom.as_function()
+        return FunctionDefinition(name=self.custom.name, description=self.custom.description, parameters=_INPUT)
 
 
 class FunctionReference(StrictModel):
@@ -96,27 +93,21 @@ class NamedCustomToolChoice(StrictModel):
     custom: FunctionReference
 
 
-NamedChoice = NamedToolChoice | NamedCustomToolChoice
-_KINDS = {"function": "a function", "custom": "a custom tool"}
-TOOL_TAGS = Discriminator(
-    tag_by("type", _KINDS),
+BY_TOOL_TYPE = Discriminator(
+    tag_by("type", {"function": "a function", "custom": "a custom tool"}),
     custom_error_type="tool",
-    custom_error_message="must be a function or a custom tool, of the type 'function' or 'custom': this server has no "
-    "tools of its own",
+    custom_error_message="must have the type 'function' or 'custom'; this server has no built-in tools",
 )
+NamedChoice = NamedToolChoice | NamedCustomToolChoice
+NamedTool = Annotated[
+    Annotated[NamedToolChoice, Tag("a function")] | Annotated[NamedCustomToolChoice, Tag("a custom tool")],
+    BY_TOOL_TYPE,
+]
 
 
 class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[NamedToolChoice, Tag("a function")] | Annotated[NamedCustomToolChoice, Tag("a custom tool")],
-                TOOL_TAGS,
-            ]
-        ],
-        Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS),
-    ]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(StrictModel):
@@ -124,13 +115,10 @@ class AllowedToolsChoice(StrictModel):
     allowed_tools: AllowedTools
 
 
-def choice_tag(choice: Any) -> str:
-    """Which form of `tool_choice` a client meant, so that the error refers to that one."""
-    if not isinstance(choice, dict | BaseModel):
-        return "a word"
-    kind = choice.get("type") if isinstance(choice, dict) else choice.type
-    tags = {"allowed_tools": "allowed tools", "custom": "a custom tool"}
-    return tags.get(kind, "a function") if isinstance(kind, str) else "a function"
+def by_form(tags: Mapping[str, str]) -> Discriminator:
+    """Tells the forms of `tool_choice`, of which `tags` has those by type that are no function, for its errors."""
+    tag = tag_by("type", tags, "a function")
+    return Discriminator(lambda choice: tag(choice) if isinstance(choice, dict | BaseModel) else "a word")
 
 
 def check_size(tools: Any) -> Any:
@@ -141,7 +129,7 @@ def check_size(tools: Any) -> Any:
 
 
 Tool = Annotated[
-    Annotated[ToolDefinition, Tag("a function")] | Annotated[CustomToolDefinition, Tag("a custom tool")], TOOL_TAGS
+    Annotated[ToolDefinition, Tag("a function")] | Annotated[CustomToolDefinition, Tag("a custom tool")], BY_TOOL_TYPE
 ]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
 ToolChoice = Annotated[
@@ -149,7 +137,7 @@ ToolChoice = Annotated[
     | Annotated[NamedToolChoice, Tag("a function")]
     | Annotated[NamedCustomToolChoice, Tag("a custom tool")]
     | Annotated[AllowedToolsChoice, Tag("allowed tools")],
-    Discriminator(choice_tag),
+    by_form({"allowed_tools": "allowed tools", "custom": "a custom tool"}),
 ]
 
 
@@ -160,7 +148,7 @@ class ToolUse:
     Args:
         tools: those that the prompt describes.
         names: of the functions whose calls are looked for in a completion.
-        custom: of these, the names of custom tools.
+        custom: the names of the request's custom tools.
         params: the request's sampling parameters, with what its tools demand of the completion.
         field: where that comes from, if there is such a demand.
     """
@@ -229,11 +217,17 @@ def prompt_tools(tools: Sequence[Tool] | None) -> list[dict]:
     """The tools as a prompt describes them; raises ApiError for two with one name."""
     functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools or ()]
     given = [{"type": "function", "function": function} for function in functions]
-    try:
-        check_names([tool["function"]["name"] for tool in given])
-    except RequestError as error:
-        raise ApiError(400, str(error), param=error.param) from None
+    _check_names(tools or ())
     return given
+
+
+def _check_names(tools: Sequence[Tool]) -> None:
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        if (name := tool.function.name) in names:
+            path = f"tools[{i}].{tool.type}.name"
+            raise ApiError(400, f"{path} is {name!r}, as that of another tool", param=path)
+        names.add(name)
 
 
 def _allowed_names(choice: ToolChoice | None) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Custom tools, whose input is a text, in chats and in responses."""
 
 import json
+import re
 
 import pytest
 
-from mmvllm.processors.tool_calls import ToolCallParser
-from mmvllm.server.custom_calls import CustomCall, CustomCalls
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.call_reader import CallReader, CustomCall
+from mmvllm.server.tools import ToolUse
 from tests.helpers.server import CHAT, RESPONSES, TOKENIZE, answered, call, chat, error_of, user
 from tests.server.test_tools import CALL as COUNT_CALL
 from tests.server.test_tools import COUNT, NAMED_COUNT
@@ -32,19 +34,24 @@ def flat(body: dict) -> dict:
     return {"type": body["type"], **body[body["type"]]}
 
 
+USE = ToolUse(SamplingParams(), names=frozenset(("code", "count")), custom=frozenset(("code",)))
+
+
 def test_however_a_completion_is_cut_its_custom_calls_are_the_same():
-    def read(*texts: str) -> list:
-        parser, calls, made = ToolCallParser(["code", "count"]), CustomCalls(["code"]), []
+    def read(*texts: str) -> list[CustomCall]:
+        reader, made = CallReader(USE), []
         for i, text in enumerate(texts):
-            is_last = i == len(texts) - 1
-            made += calls.feed(parser.feed(text, is_last), is_last)
+            made += reader.feed(text, is_last=i == len(texts) - 1)
         return [one for one in made if isinstance(one, CustomCall)]
 
     want = [CustomCall(0, "code", INPUT), CustomCall(2, "code", INPUT)]
     assert read(TEXT) == read(*TEXT) == want
+    assert [one for one in CallReader(USE).read(TEXT)[1] if isinstance(one, CustomCall)] == want
+    ends = [match.end() for match in re.finditer("</tool_call>", TEXT)]
     for at in range(1, len(TEXT)):
         assert read(TEXT[:at], TEXT[at:]) == want
-        assert len(read(TEXT[:at])) <= 2
+        num_complete = (at >= ends[0]) + (at >= ends[2])
+        assert read(TEXT[:at])[:num_complete] == want[:num_complete]
     cut = TEXT[: TEXT.index("print") + 3]
     assert read(cut) == read(*cut) == [CustomCall(0, "code", '{"input": "pri')]  # which is no JSON
 
@@ -52,8 +59,8 @@ def test_however_a_completion_is_cut_its_custom_calls_are_the_same():
 @pytest.mark.parametrize("arguments", ["{}", '{"code": "x"}', '{"input": 5}'])
 def test_other_arguments_are_the_input_as_they_are(arguments):
     text = CODE_CALL.replace(json.dumps({"input": INPUT}), arguments)
-    pieces = ToolCallParser(["code"]).feed(text, is_last=True)
-    assert CustomCalls(["code"]).feed(pieces, is_last=True) == [CustomCall(0, "code", arguments)]
+    assert CallReader(USE).feed(text, is_last=True) == [CustomCall(0, "code", arguments)]
+    assert CallReader(USE).read(text) == ("", [CustomCall(0, "code", arguments)])
 
 
 def test_a_chat_has_calls_of_both_kinds(client, writes):
@@ -94,15 +101,24 @@ def test_a_response_has_items_of_both_kinds(client, writes):
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED, {"type": "allowed_tools", "allowed_tools": None}], ids=str)
-def test_a_call_that_is_demanded_has_an_input(app, choice):
+def test_a_call_that_is_demanded_has_an_input(app, engine, choice):
     if isinstance(choice, dict) and "allowed_tools" in choice:
         choice = choice | {"allowed_tools": {"mode": "required", "tools": [NAMED]}}
-    asked = chat("Go", tools=[CODE], tool_choice=choice, max_tokens=200, seed=0, temperature=0, stop_on_repetition=True)
+    [quote] = engine.tokenizer.encode('"')  # which the model writes wherever it may, so that the call ends
+    asked = chat("Go", tools=[CODE], tool_choice=choice, max_tokens=200, temperature=0, logit_bias={str(quote): 100})
     [choice] = answered(app, CHAT, asked)["choices"]
     [made] = choice["message"]["tool_calls"]
     assert made["type"] == "custom" and made["custom"]["name"] == "code" and made["id"].startswith("call_")
-    if choice["finish_reason"] == "tool_calls":
-        assert not made["custom"]["input"].startswith('{"input"')
+    assert choice["finish_reason"] == "tool_calls" and made["custom"]["input"] == ""
+
+
+@pytest.mark.parametrize("choice", ["required", flat(NAMED), {"type": "allowed_tools", "mode": "required"}], ids=str)
+def test_a_response_has_the_call_that_is_demanded(app, choice):
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        choice = choice | {"tools": [flat(NAMED)]}
+    asked = {"input": "Go", "tools": [flat(CODE)], "tool_choice": choice, "max_output_tokens": 200, "temperature": 0}
+    [made] = answered(app, RESPONSES, asked)["output"]
+    assert (made["type"], made["name"]) == ("custom_tool_call", "code")
 
 
 HISTORY = [
@@ -161,7 +177,8 @@ def test_a_stored_call_is_continued_and_read_again(client, writes):
             "must be 'text'",
         ),
         ({"tools": [CODE | {"parameters": {"a": 1}}]}, "tools[0].parameters", "does not belong here"),
-        ({"tools": [CODE, CODE]}, "tools[1].function.name", "as that of another function"),
+        ({"tools": [CODE, CODE]}, "tools[1].custom.name", "as that of another tool"),
+        ({"tools": [CODE, {"type": "function", "function": AS_FUNCTION}]}, "tools[1].function.name", "another tool"),
         ({"tools": [COUNT], "tool_choice": NAMED}, "tool_choice.custom.name", "not the name of a tool"),
         ({"tools": [CODE], "tool_choice": NAMED_COUNT}, "tool_choice.function.name", "not the name of a tool"),
         ({"tools": [CODE], "tool_choice": {"type": "custom"}}, "tool_choice.custom", "is missing"),

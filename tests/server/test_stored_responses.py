@@ -78,6 +78,12 @@ def test_the_input_of_a_response_can_be_read(client):
     answer, question = client.responses.input_items.list(second.id, order="asc").data
     assert (answer.type, answer.call_id, answer.output) == (result["type"], result["call_id"], "3")
     assert question.content[0].text == "And now?" and create(client, [user("Hi"), items[1]]).output_text
+    alone = create(client, [{"type": "reasoning", "summary": []}], previous_response_id=first.id)
+    assert client.responses.input_items.list(alone.id).data == []
+    called = {"type": "function_call", "call_id": "b", "name": "count", "arguments": "{}"}
+    merged = create(client, [called, result | {"call_id": "b"}], previous_response_id=first.id, tools=[TOOL])
+    kinds = [item.type for item in client.responses.input_items.list(merged.id, order="asc").data]
+    assert kinds == ["function_call", "function_call_output"]  # and not the call before it
     page = client.responses.input_items.list(second.id, limit=1, after=question.id)
     assert page.data == [answer] and not page.has_more
     with pytest.raises(openai.BadRequestError, match="after is 'x', which is not the id of an item"):
@@ -135,17 +141,17 @@ def test_a_response_has_a_size_and_expires(monkeypatch):
     now = 0.0
     monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
     store = ResponseStore(20_000, 60)
-    store.add(response(0), [user("Hi")], 1)
+    store.add(response(0), [user("Hi")], [user("Hi")])
     size = store.get("resp_0").size
     assert 2000 < size < 4000  # as JSON, and as a message
-    store.add(response(1), store.get("resp_0").messages, 1)
+    store.add(response(1), store.get("resp_0").messages, [])
     now = 50.0
     assert len(store.get("resp_1", renews=True).messages) == 3 and store.output_item("msg_1").role == "assistant"
     now = 100.0  # resp_1 was continued 50 seconds ago, and resp_0 was never
     assert store.get("resp_0") is None and store.output_item("msg_0") is None and not store.remove("resp_0")
     assert store.get("resp_1") and store.remove("resp_1") and not store.remove("resp_1")
     for number in range(2, 20):
-        store.add(response(number), [user("Hi")], 1)
+        store.add(response(number), [user("Hi")], [user("Hi")])
         assert store._num_bytes == sum(stored.size for _, stored in store._stored.values()) <= 20_000
     there = [store.get(f"resp_{number}") is not None for number in range(2, 20)]
     assert there == sorted(there) and sum(there) == 20_000 // size
@@ -185,7 +191,7 @@ def test_long_arguments_of_a_call_keep_no_one_waiting(app, text):
 def test_calls_that_follow_each_other_are_limited(app):
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     error = error_of(call(app, "POST", RESPONSES, json={"input": [item] * 129}))
-    assert (error["param"], error["message"]) == ("input", "input: more than 128 function calls follow each other")
+    assert (error["param"], error["message"]) == ("input", "input: more than 128 calls follow each other")
 
 
 @pytest.mark.parametrize("depth", [30, 240, 300])
