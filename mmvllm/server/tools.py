@@ -31,7 +31,12 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
 
 
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 FunctionName = Annotated[str, Field(pattern=f"^{NAME}$")]
 Parameters = Annotated[dict[str, Any], AfterValidator(_check_parameters)]

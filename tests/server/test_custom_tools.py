@@ -16,7 +16,12 @@ CODE = {"type": "custom", "custom": {"name": "code", "description": "Runs Python
 AS_FUNCTION = {
     "name": "code",
     "description": "Runs Python.",
-    "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+        "additionalProperties": False,
+    },
 }
 NAMED = {"type": "custom", "custom": {"name": "code"}}
 INPUT = 'print("a\n\u00e4")'
