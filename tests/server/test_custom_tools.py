@@ -110,7 +110,8 @@ def test_a_call_that_is_demanded_has_an_input(app, engine, choice):
     if isinstance(choice, dict) and "allowed_tools" in choice:
         choice = choice | {"allowed_tools": {"mode": "required", "tools": [NAMED]}}
     [quote] = engine.tokenizer.encode('"')  # which the model writes wherever it may, so that the call ends
-    asked = chat("Go", tools=[CODE], tool_choice=choice, max_tokens=200, temperature=0, logit_bias={str(quote): 100})
+    keys = {"tools": [CODE], "tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {str(quote): 100}}
+    asked = chat("Go", max_tokens=200, temperature=0, **keys)
     [choice] = answered(app, CHAT, asked)["choices"]
     [made] = choice["message"]["tool_calls"]
     assert made["type"] == "custom" and made["custom"]["name"] == "code" and made["id"].startswith("call_")
