@@ -102,6 +102,12 @@ def with_whole_characters(value: Any) -> Any:
     return [with_whole_characters(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def check_json_size(data: bytes, most: int) -> None:
+    """Raise ValueError for JSON that may have more than `most` values; the marks in its strings count, too."""
+    if sum(map(data.count, (b"{", b"[", b","))) > most:
+        raise ValueError(f"more than {most:,} values")
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """What `json.loads` returns; raises ValueError for whatever is not JSON, or is nested too deeply to be parsed."""
     try:

@@ -15,8 +15,8 @@ from mmvllm.time_limit import TimeIsOver, Watchdog
 SECONDS = 10.0  # for a template to render messages
 WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})
 
-ROLES = frozenset(("system", "user", "assistant", "tool"))
-_MARK = "[message {} is here]"
+ROLES = frozenset(("system", "user", "assistant", "tool"))  # which every template is taken to write
+_PROBE = "[message {} is here]"  # added to a message, to find out whether the template writes it
 
 _WATCHDOG = Watchdog()
 _PARTS = ({"type": "image"}, {"type": "text", "text": "What is this?"})
@@ -70,8 +70,9 @@ class ChatTemplate:
         what = "these messages and chat_template_kwargs" if kwargs else "these messages"
         given = messages if self.takes_parts else [*map(self._as_string, messages)]
         try:
-            text = self._apply(given, {**options, **kwargs})
-            self._check_roles(given, {**options, **kwargs})
+            keys = {**options, **kwargs}
+            text = self._apply(given, keys)
+            self._check_roles(given, keys)
             return text
         except RequestError:
             raise
@@ -80,15 +81,15 @@ class ChatTemplate:
 
     def _check_roles(self, messages: list[dict], keys: Mapping[str, Any]) -> None:
         """Raise RequestError for a role other than `ROLES` whose messages the template leaves out."""
-        marks = {i: _MARK.format(i) for i, message in enumerate(messages) if message["role"] not in ROLES}
-        if not marks:
+        probes = {i: _PROBE.format(i) for i, message in enumerate(messages) if message["role"] not in ROLES}
+        if not probes:
             return
-        marked = [_marked(message, marks[i]) if i in marks else message for i, message in enumerate(messages)]
-        text = self._apply(marked, keys)
-        for i, mark in marks.items():
-            if mark not in text:
+        probed = [_with_text(message, probes[i]) if i in probes else message for i, message in enumerate(messages)]
+        text = self._apply(probed, keys)
+        for i, probe in probes.items():
+            if probe not in text:
                 message = f"the chat template leaves out messages with the role {shown(messages[i]['role'], 100)}"
-                raise RequestError(f"{message}; it must be one of {', '.join(sorted(ROLES))}", param="messages")
+                raise RequestError(f"{message}; use one of {', '.join(sorted(ROLES))}", param="messages")
 
     def _apply(self, messages: list[dict], keys: Mapping[str, Any]) -> str:
         apply = partial(self._owner.apply_chat_template, messages, tokenize=False, **self._own, **keys)
@@ -121,8 +122,8 @@ class ChatTemplate:
         return self._rules.start + getattr(self._rules, part["type"]) + self._rules.end
 
 
-def _marked(message: dict, mark: str) -> dict:
+def _with_text(message: dict, text: str) -> dict:
     """The message with a text at its end."""
     content = message["content"]
-    parts = content + mark if isinstance(content, str) else [*content, {"type": "text", "text": mark}]
-    return {**message, "content": parts}
+    content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return {**message, "content": content}

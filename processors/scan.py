@@ -25,7 +25,7 @@ MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
-MAX_TIFF_VALUES = 200_000  # in one entry that is no block of bytes; each becomes an object, for a strip a larger one
+MAX_TIFF_VALUES = 200_000  # in one entry that is no block of bytes: Pillow makes each a Python object
 
 _JPEG_SEGMENT = re.compile(rb"\xff[\xc0-\xc7\xc9-\xcf\xd9-\xef\xfe]")  # a marker with a length, or the end
 _START_OF_SCAN, _END_OF_IMAGE, _APP1, _APP2 = 0xDA, 0xD9, 0xE1, 0xE2
@@ -69,7 +69,7 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
 
-    So it is with JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, HEIF and AVIF whose frames are
+    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, HEIF and AVIF whose frames are
     larger than declared or whose metadata is copied when it is opened, bitmaps with jumps in their run lengths, and
     what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
     """

@@ -20,7 +20,7 @@ from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import beginning_of, parse_json, printable
+from mmvllm.text import beginning_of, check_json_size, parse_json, printable
 from mmvllm.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -28,16 +28,15 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is ab
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
 MAX_BYTES = 16 * 1024 * 1024  # of an answer, as of a record
-MAX_VALUES = 1_000_000  # which take about 100 MB; marks of JSON in the text of an answer count, too
+MAX_VALUES = 1_000_000  # of an answer, as `check_json_size` counts them, which take about 100 MB
 MAX_NAME = 512  # characters, of a model
 MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
-# Reasons of texts that are not whole: another try may help, or not.
-_ENDED_BY_SERVER = frozenset({"abort", "aborted", "cancelled", "error"})
-_WITHHELD = frozenset({"content_filter", "function_call", "tool_calls"})
+_RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error"})  # the server gave up; another try may help
+_REFUSED_REASONS = frozenset({"content_filter", "function_call", "tool_calls"})  # another try would end alike
 
 
 class _TryAgain(Exception):
@@ -227,9 +226,9 @@ class Endpoint:
         if len(choices) != n:
             raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
         for text, reason in zip(texts, reasons, strict=True):
-            if reason in _ENDED_BY_SERVER:
+            if reason in _RETRIED_REASONS:
                 raise _TryAgain(f"a completion ended with the reason {reason!r}")
-            if not isinstance(text, str) or reason in _WITHHELD:
+            if not isinstance(text, str) or reason in _REFUSED_REASONS:
                 raise RequestError(f"the endpoint gave no whole text; the reason is {reason!r}")
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
@@ -252,8 +251,7 @@ class _Answer:
 
     def json(self) -> Any:
         """Raises ValueError if it is not JSON, or has too many values."""
-        if sum(map(self.content.count, (b"{", b"[", b","))) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES} values")
+        check_json_size(self.content, MAX_VALUES)
         return parse_json(self.content)
 
 

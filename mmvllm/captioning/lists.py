@@ -10,12 +10,12 @@ from typing import Any, BinaryIO
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import URL, is_video_name, relative_of_url, relative_path
-from mmvllm.text import parse_json
+from mmvllm.text import check_json_size, parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
-MAX_LINE_VALUES = 100_000  # of JSON, with the marks of JSON in its texts
+MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
     **dict.fromkeys(("image", "video", "prompt", "context"), _STRING),
@@ -76,8 +76,7 @@ def _text_item(line: _Line) -> Item:
 
 def _json_item(line: _Line) -> Item:
     try:
-        if sum(map(line.text.count, (b"{", b"[", b","))) > MAX_LINE_VALUES:
-            raise ValueError(f"more than {MAX_LINE_VALUES:,} values")
+        check_json_size(line.text, MAX_LINE_VALUES)
         record = parse_json(line.text.decode())
     except ValueError as error:
         return Item(line.name, line.relative, None, error=f"is not valid JSON ({getattr(error, 'msg', error)})")

@@ -16,7 +16,8 @@ PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z",
 EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))  # of the next member, or of all
 MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
 MAX_SPARSE_BLOCKS = 1000  # of 512 bytes, with 21 entries each
-_LONG_NUMBER = re.compile(rb"\d{21}")  # as which tarfile reads digits for minutes
+# tarfile searches headers in a time that grows with the square of a run of digits. Names have at most 255 bytes.
+_LONG_DIGITS = re.compile(rb"\d{256}")
 MAX_GLOBAL = 1000  # copied to each member
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
@@ -36,8 +37,8 @@ class _Header(tarfile.TarInfo):
 
     def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         begin = tar.fileobj.tell()
-        if _LONG_NUMBER.search(tar.fileobj.read(self.size)):
-            raise tarfile.ReadError(f"{self.name}: a header has a number of more than 20 digits")
+        if _LONG_DIGITS.search(tar.fileobj.read(self.size)):
+            raise tarfile.ReadError(f"{self.name}: a pax header has more than 255 digits in a row")
         tar.fileobj.seek(begin)
         return super()._proc_pax(tar)
 

@@ -77,7 +77,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         metavar="KEY",
-        help="require one of these API keys, except for health, load, metrics, the version and the demo page. Other "
+        help="require one of these API keys, except for health, ping, load, metrics, version and the demo page. Other "
         f"users of this machine can see them; they cannot see a key in the environment variable {KEY_VARIABLE}",
     )
     group.add_argument(

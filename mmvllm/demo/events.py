@@ -6,7 +6,7 @@ import gradio as gr
 
 from mmvllm.text import parse_json
 
-MAX_FILES_PER_EVENT = 200  # and of a conversation: each is written into every update of the page
+MAX_FILES = 200  # and of a conversation: each is written into every update of the page
 RELOAD = "the page sent something that cannot be read; reload it"
 
 
@@ -71,6 +71,6 @@ def _field(event: gr.EventData, name: str) -> Any:
 def _strings(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError(RELOAD)
-    if len(values) > MAX_FILES_PER_EVENT:
+    if len(values) > MAX_FILES:
         raise ValueError(RELOAD)
     return values

@@ -19,7 +19,7 @@ from mmvllm.demo.conversation import Options, Turn, Uploaded, media_in, to_chat,
 from mmvllm.demo.estimate import estimate
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
 from mmvllm.demo.record import KeptTurn, check_length, read_turns, to_record
-from mmvllm.demo.session import NobodyReads, Session, Sessions
+from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import ClipOptions, UploadedVideo, is_video, why_no_videos
@@ -85,10 +85,7 @@ class Handlers:
             warn(error)
             return self._view(session, UNCHANGED)
         claimed = self._claim_kept(session, kept)
-        try:
-            found = await self._read_kept(session, claimed)
-        except NobodyReads:
-            return (UNCHANGED,) * 5
+        found = await self._read_kept(session, claimed)
         if not given.is_final and (missing := [path for turn in kept for path in turn.media if path not in found]):
             return UNCHANGED, UNCHANGED, UNCHANGED, UNCHANGED, to_record([], missing)
         session.resume([turn.found(found.get) for turn in kept])
@@ -109,12 +106,8 @@ class Handlers:
     async def _read_kept(self, session: Session, claimed: dict[str, Path]) -> dict[str, Uploaded]:
         found = {}
         for path, file in claimed.items():
-            try:
+            with suppress(ValueError):
                 found[path] = await self.sessions.read(session, file, ClipOptions())
-            except NobodyReads:
-                raise
-            except ValueError:  # the conversation goes on without a file that cannot be read
-                continue
         return found
 
     async def stop(self, request: gr.Request) -> None:

@@ -12,10 +12,10 @@ from gradio.routes import file_upload_statuses
 from gradio.server_messages import ServerMessage
 
 from mmvllm.demo.conversation import Turn
-from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
+from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.session import MAX_SESSIONS, Sessions
+from mmvllm.demo.session import MAX_SESSIONS, NobodyReads, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
@@ -67,11 +67,11 @@ class Page(gr.Blocks):
         self._turn = asyncio.Lock()
         self._event_bytes: dict[str, int] = {}  # by the id of an event
 
-    def limit_queue(self) -> None:
-        """Keep neither the paths of all files nor times of all events; called when all components are there.
+    def bound(self) -> None:
+        """Bound what gradio keeps, once all components and the queue are there.
 
-        Events count by their size until they end, and what is for a session that is gone goes nowhere: gradio's queue
-        would stop for good.
+        Neither the paths of all files nor the times of all events are kept. Events count by their size until they end.
+        A message for a session that is gone is dropped, since gradio's queue would stop for good.
         """
         self.upload_file_set = _NothingKept()
         for block in self.blocks.values():
@@ -92,9 +92,8 @@ class Page(gr.Blocks):
 
         queue.push, queue.send_message = counted_push, send_if_known
 
-    @property
-    def num_event_bytes(self) -> int:
-        """The size of all events that have not ended, as they came."""
+    def count_event_bytes(self) -> int:
+        """The size of the bodies of all events that have not ended."""
         for event_id in self._event_bytes.keys() - self._queue.event_ids_to_events.keys():
             del self._event_bytes[event_id]
         return sum(self._event_bytes.values())
@@ -145,7 +144,10 @@ class Page(gr.Blocks):
                 self._check_files(event_data._data)
             # Gradio keeps what it reads, also of an event that fails: the session has to be known to be forgotten.
             self.handlers.session_of(kwargs.get("session_hash") or "")
-        return await super().process_api(*args, event_data=event_data, **kwargs)
+        try:
+            return await super().process_api(*args, event_data=event_data, **kwargs)
+        except NobodyReads as error:
+            raise gr.Error(str(error), print_exception=False) from None
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
         self._check_files(inputs)
@@ -162,7 +164,7 @@ class Page(gr.Blocks):
     def _check_files(self, value: Any) -> None:
         try:
             for number, path in enumerate(_named_files(value)):
-                if number == MAX_FILES_PER_EVENT:
+                if number == MAX_FILES:
                     raise ValueError(RELOAD)
                 self.sessions.uploads.locate(path)
         except ValueError as error:
@@ -262,7 +264,7 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
     page.state_session_capacity = MAX_SESSIONS
     page.max_threads = MAX_EVENTS
     page.queue(default_concurrency_limit=None, api_open=False, max_size=MAX_WAITING)
-    page.limit_queue()
+    page.bound()
     return page
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.demo.conversation import Turn, Uploaded, media_in
-from mmvllm.demo.events import MAX_FILES_PER_EVENT, RELOAD
+from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
@@ -57,7 +57,7 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
 
 
 def _strips(turns: Sequence[Turn]) -> dict[str, list]:
-    """By the name of a file the frames of its video; of the last videos, as far as there is room."""
+    """The frames of the latest videos, as many as `MAX_STRIP_CHARACTERS` allow, by the names of their files."""
     strips, left = {}, MAX_STRIP_CHARACTERS
     for one in reversed(media_in(turns)):
         if isinstance(one, UploadedVideo) and (name := str(one.path)) not in strips:
@@ -85,7 +85,7 @@ def check_length(turns: Sequence[Turn]) -> None:
     """Raise ValueError for a conversation that is too long to go on."""
     num_characters = sum(len(turn.question) + len(turn.answer) for turn in turns)
     num_files = sum(len(turn.media) for turn in turns)
-    if len(turns) > MAX_TURNS or num_characters > MAX_CHARACTERS or num_files > MAX_FILES_PER_EVENT:
+    if len(turns) > MAX_TURNS or num_characters > MAX_CHARACTERS or num_files > MAX_FILES:
         raise ValueError("The conversation is too long to go on; start a new conversation")
 
 
@@ -97,7 +97,7 @@ def read_turns(value: Any, max_files: int) -> list[KeptTurn]:
     if sum(len(turn.question) + len(turn.answer) + len(turn.note) for turn in turns) > 2 * MAX_CHARACTERS:
         raise ValueError(RELOAD)
     numbers = [len(turn.media) for turn in turns]
-    if max(numbers, default=0) > max_files or sum(numbers) > MAX_FILES_PER_EVENT:
+    if max(numbers, default=0) > max_files or sum(numbers) > MAX_FILES:
         raise ValueError(RELOAD)
     return turns
 

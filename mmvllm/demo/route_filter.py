@@ -53,9 +53,9 @@ UNKNOWN_SESSION = (
     'data: {"msg":"unexpected_error","message":"404: Not Found","session_not_found":true,"success":false}\n\n'
 )
 MAX_ENDINGS = 4  # heartbeats that end at a time
-# Of all events until they end; gradio keeps their text as objects of five times the size. Small events count, and are
-# taken beyond it: so many of them as there may be are no more.
-MAX_EVENT_BYTES, SMALL_EVENT = 2**26, 2**14
+# Of all events until they end; gradio keeps them as objects of up to five times the size. Small events count, but are
+# never refused for their size: all that gradio takes at a time are 40 MB.
+MAX_EVENT_BYTES, SMALL_EVENT_BYTES = 2**26, 2**14
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
 # An upload that falls further behind is ended, since it holds space that others may need.
@@ -73,8 +73,7 @@ class Results(Protocol):
     def has_results(self, session_id: str) -> bool:
         """Whether the session is known."""
 
-    @property
-    def num_event_bytes(self) -> int:
+    def count_event_bytes(self) -> int:
         """The size of all events that have not ended."""
 
     def forget_upload(self, upload_id: str) -> None:
@@ -224,12 +223,13 @@ class DemoRouteFilter:
         return self._refused_event(session, len(body)) if route == JOIN else None
 
     def _refused_event(self, session: str, num_bytes: int) -> PlainTextResponse | None:
+        """A session begins with its first event, so that the number of sessions is limited."""
         if self._results.num_unread(session) >= MAX_UNREAD:
             return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
-        if num_bytes > SMALL_EVENT and self._results.num_event_bytes + num_bytes > MAX_EVENT_BYTES:
+        if num_bytes > SMALL_EVENT_BYTES and self._results.count_event_bytes() + num_bytes > MAX_EVENT_BYTES:
             return PlainTextResponse("The page is busy; try again later", 503)
         try:
-            self._sessions.get(session)  # which begins here, so that their number is limited
+            self._sessions.get(session)
         except ValueError as error:
             return PlainTextResponse(str(error), 503)
         return None
@@ -307,13 +307,13 @@ class DemoRouteFilter:
             body = message.get("body", b"")
             before = upload.parts.num_files
             upload.parts.add(body)
-            if upload.parts.num_files > before and not self._uploads.may_open():
+            if upload.parts.num_files > before and not self._uploads.make_room():
                 raise MultiPartException(NO_ROOM)
             num_received += len(body)
             if upload.reserve(num_received) and not await self._uploads.has_room():
                 raise MultiPartException(NO_ROOM)
             rest = num_received / MIN_BYTES_PER_SECOND if message.get("more_body", False) else UPLOAD_SECONDS
-            if not limit.expired() and not upload.has_ended:
+            if not limit.expired() and not upload.gives_way:
                 limit.reschedule(begin + min(FIRST_SECONDS + rest, UPLOAD_SECONDS))
             return message
 
@@ -324,14 +324,15 @@ class DemoRouteFilter:
 
         try:
             async with asyncio.timeout(FIRST_SECONDS) as limit:
-                upload.end = lambda: limit.reschedule(begin)
+                upload.timeout = limit
                 try:
                     await self.app(scope, receive_files, send_and_note)
                 finally:
-                    upload.end = lambda: None
+                    upload.timeout = None
         except TimeoutError:
             if not has_started:
-                await _late("The files took too long to arrive; try again")(scope, receive, send)
+                late = "The files took too long to arrive; try again"
+                await _late(NO_ROOM if upload.gives_way else late)(scope, receive, send)
 
 
 def _query(scope: Scope, name: str) -> str:

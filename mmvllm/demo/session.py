@@ -24,7 +24,7 @@ from mmvllm.demo.conversation import (
     queue_note,
     to_request,
 )
-from mmvllm.demo.images import UploadedImage, UploadError
+from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
@@ -49,8 +49,8 @@ LISTEN_SECONDS = 5.0  # in which a browser must begin to read the results of a s
 GALLERY_SIZE = 12
 
 
-class NobodyReads(UploadError):
-    """A file is not read because no browser reads what comes of it."""
+class NobodyReads(Exception):
+    """No browser reads the results of a session, so its files are not read either."""
 
 
 @dataclass(slots=True)
@@ -306,7 +306,8 @@ class Sessions:
         session wait for the same `LISTEN_SECONDS`.
         """
         while not (self.is_read(session.id) or session.id in self._open_tabs):
-            session.unread_since = session.unread_since or time.monotonic()
+            if session.unread_since is None:
+                session.unread_since = time.monotonic()
             is_over = time.monotonic() > session.unread_since + LISTEN_SECONDS
             if is_over or self._sessions.get(session.id) is not session:
                 raise NobodyReads("the page does not read its results; reload it")

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -39,14 +39,20 @@ class Incoming:
     parts: FileParts
     num_reserved: int
     num_received: int = 0
-    begin: float = field(default_factory=lambda: time.monotonic())
-    has_ended: bool = False  # for others, which need its place
-    end: Callable[[], None] = lambda: None  # called then
+    begin: float = field(default_factory=lambda: time.monotonic())  # looked up late, since tests replace it
+    timeout: asyncio.Timeout | None = None  # while it arrives
+    gives_way: bool = False  # it is ended, since others need its place
 
     @property
     def rate(self) -> float:
         """Bytes a second."""
         return self.num_received / (time.monotonic() - self.begin)
+
+    def end(self) -> None:
+        """End the upload early."""
+        self.gives_way = True
+        if self.timeout is not None:
+            self.timeout.reschedule(0)
 
     def reserve(self, num_received: int) -> bool:
         """Reserve the next `AHEAD_BYTES` once more has arrived than is reserved; return whether that was so.
@@ -136,7 +142,7 @@ class Uploads:
 
         An upload that is completed during the scan of the folder may be counted twice, but never not at all.
         """
-        if not self.may_open():
+        if not self.make_room():
             return False
         num_bytes, num_files = sum(upload.num_reserved for upload in self._incoming), self._num_open()
         sizes = await self._sizes()
@@ -156,8 +162,8 @@ class Uploads:
         scan = asyncio.get_running_loop().run_in_executor
         return await scan(self._scanning, lambda: [stat.st_size for _, stat in self._files()])
 
-    def may_open(self) -> bool:
-        """Whether few enough files are open; where they are not, the slowest uploads end.
+    def make_room(self) -> bool:
+        """End the slowest uploads while too many files are open; return whether there is room.
 
         A single upload may have as many files as a question has.
         """
@@ -166,12 +172,11 @@ class Uploads:
             if not old:
                 return False
             slowest = min(old, key=lambda one: one.rate)
-            slowest.has_ended = True
             slowest.end()
         return True
 
     def _arriving(self) -> list[Incoming]:
-        return [upload for upload in self._incoming if not upload.has_ended]
+        return [upload for upload in self._incoming if not upload.gives_way]
 
     def _num_open(self) -> int:
         return sum(upload.parts.num_files for upload in self._arriving())

@@ -50,8 +50,8 @@ class BadWords:
         clear_bits(allowed, [ids[-1] for ids in self._encoded if tail[max(0, len(tail) - len(ids) + 1) :] == ids[:-1]])
 
 
-# Of a rolling hash (Rabin and Karp), whose memory does not grow with the size of n-grams. Two of n tokens have the same
-# one with a probability below n / 2**127, whatever a client sends, since the base is random.
+# Rabin-Karp: the beginnings of n-grams are kept as rolling hashes, so that memory does not depend on n. The base is
+# random: whatever a client sends, two beginnings collide with a probability below n / 2**127.
 _MODULUS = 2**127 - 1
 _BASE = secrets.randbelow(_MODULUS)
 
@@ -63,8 +63,8 @@ class NoRepeatNgrams:
 
     def __init__(self, size: int):
         self._num_before = size - 1  # tokens of an n-gram before its last one
-        self._oldest = pow(_BASE, self._num_before, _MODULUS)
-        self._hash = 0  # of as many tokens, the last ones seen, or of all
+        self._weight_of_oldest = pow(_BASE, self._num_before, _MODULUS)
+        self._hash = 0  # of the last `_num_before` tokens, or of all if there are fewer
         self._followers: defaultdict[int, list[int]] = defaultdict(list)  # by the hash of the tokens before them
         self._num_seen = 0
 
@@ -74,7 +74,7 @@ class NoRepeatNgrams:
             added = self._hash * _BASE + token_ids[end] + 1
             if end >= self._num_before:
                 self._followers[self._hash].append(token_ids[end])
-                added -= (token_ids[end - self._num_before] + 1) * self._oldest
+                added -= (token_ids[end - self._num_before] + 1) * self._weight_of_oldest
             self._hash = added % _MODULUS
         self._num_seen = len(token_ids)
         if len(token_ids) >= self._num_before:

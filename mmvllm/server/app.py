@@ -48,6 +48,7 @@ from mmvllm.server.responses import (
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.token_counter import TokenCounter
+from mmvllm.server.tokenizer_info import tokenizer_info as info_of
 from mmvllm.server.tokens import DetokenizeRequest, TokenizeRequest
 
 STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}} | ERRORS
@@ -225,7 +226,7 @@ def _tokens(engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder, j
         @router.get("/tokenizer_info")
         async def tokenizer_info() -> TokenizerInfo:
             """The tokenizer's configuration and the chat template."""
-            return tokens.info()
+            return info_of(engine.tokenizer)
 
     return router
 

@@ -1,7 +1,6 @@
 """The HTTP response to a job: whole or streamed, and aborted when the client disconnects."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -128,18 +127,15 @@ class CompletionResponse(Response):
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
-        times: dict[int, float] = {}  # of the last delta, by choice
+        observe = None if self._job.pooling is not None else self._metrics.observer(self._job.params)
         # The session's work is given up when the client has hung up or the deadline has passed.
         with engine_errors(self._job.spelled), self._decoder.session() as load:
             async with aclosing(_merged(self._streams(load))) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
                     choice = prompt * self._job.params.n + delta.index
-                    if self._job.pooling is None:
-                        now = time.perf_counter()
-                        gap = now - times[choice] if choice in times and delta.token_ids else None
-                        times[choice] = now
-                        self._metrics.observe(delta, self._job.params, gap)
+                    if observe is not None:
+                        observe(choice, delta)
                     if delta.output is not None:
                         self._record.outputs.append(delta.output)
                     self._job.builder.count(delta, self._job.streams)

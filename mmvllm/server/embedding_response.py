@@ -77,7 +77,7 @@ class EmbeddingResponseBuilder:
 
 
 class PoolingResponseBuilder(EmbeddingResponseBuilder):
-    """Responses of /pooling, vLLM's own form of the same."""
+    """Responses of /pooling: the vectors of /v1/embeddings by vLLM's names."""
 
     id_prefix = "pool"
 

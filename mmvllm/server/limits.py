@@ -15,8 +15,13 @@ from mmvllm.server.errors import ApiError, out_of_memory
 # that send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
-PATHS_WITHOUT_KEY = ("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version")
-MAX_UNREAD_BYTES = 64 * 1024  # of a body that these ignore
+PATHS_WITHOUT_KEY = frozenset(
+    (
+        *("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version"),
+        *("/", "/favicon.ico", "/demo"),  # which are redirected to the demo page
+    )
+)
+MAX_IGNORED_BYTES = 64 * 1024  # of a body that is sent to one of these, whose routes use none
 
 
 class ByteBudget:
@@ -99,8 +104,7 @@ class AuthAndSizeLimitMiddleware:
 
     def _client(self, scope: Scope) -> int | None:
         """The index of the key of a request, or None if it needs none; raises ApiError for a wrong key."""
-        path = scope["path"]
-        if not self._keys or path in PATHS_WITHOUT_KEY or f"{path}/" in self._open_paths:  # which is redirected
+        if not self._keys or scope["path"] in PATHS_WITHOUT_KEY:
             return None
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
         # Every key is compared, so that the response time reveals nothing.
@@ -111,10 +115,10 @@ class AuthAndSizeLimitMiddleware:
         return matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
-        most = min(self._max_bytes, MAX_UNREAD_BYTES) if scope["path"] in PATHS_WITHOUT_KEY else self._max_bytes
+        most = min(self._max_bytes, MAX_IGNORED_BYTES) if scope["path"] in PATHS_WITHOUT_KEY else self._max_bytes
         content_length = _header(scope, b"content-length")
         if content_length and int(content_length) > most:
-            raise _too_large(most)
+            raise self._too_large(most)
         body = bytearray()
         try:
             async with asyncio.timeout(self._timeout):
@@ -124,7 +128,7 @@ class AuthAndSizeLimitMiddleware:
                         raise ClientDisconnected
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > most:
-                        raise _too_large(most)
+                        raise self._too_large(most)
                     reservation.take(len(chunk))
                     body += chunk
                     if not message.get("more_body", False):
@@ -134,9 +138,9 @@ class AuthAndSizeLimitMiddleware:
         except MemoryError:
             raise out_of_memory() from None
 
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is too large, at most {most} bytes are accepted (max_body_bytes)")
+    def _too_large(self, most: int) -> ApiError:
+        name = "max_body_bytes" if most == self._max_bytes else "on this path"
+        return ApiError(413, f"the body is too large, at most {most} bytes are accepted ({name})")
 
 
 def _check_codings(scope: Scope) -> None:

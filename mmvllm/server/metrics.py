@@ -1,7 +1,7 @@
 """The Prometheus metrics of a server."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -52,23 +52,26 @@ class Metrics:
         )
         self._vllm = VllmMetrics(registry, engine, settings) if settings.metrics_names == "vllm" else None
 
-    def observe(self, delta: Delta, params: SamplingParams, gap: float | None) -> None:
-        """Count a delta of a request with these parameters, `gap` seconds after its completion's delta before it."""
-        if delta.finish_reason is not None:
-            self.completions.labels(delta.finish_reason).inc()
-        if self._vllm is not None:
-            self._vllm.observe(delta, gap)
-        if delta.output is not None and None not in (delta.output.first_token_time, delta.output.finish_time):
-            self._observe_request(delta.output, params)
+    def observer(self, params: SamplingParams) -> Callable[[int, Delta], None]:
+        """What counts the deltas of an HTTP request with these parameters, each with the index of its choice."""
+        observe_vllm = None if self._vllm is None else self._vllm.observer(params)
 
-    def _observe_request(self, output: RequestOutput, params: SamplingParams) -> None:
+        def observe(choice: int, delta: Delta) -> None:
+            if delta.finish_reason is not None:
+                self.completions.labels(delta.finish_reason).inc()
+            if delta.output is not None and None not in (delta.output.first_token_time, delta.output.finish_time):
+                self._observe_request(delta.output)
+            if observe_vllm is not None:
+                observe_vllm(choice, delta)
+
+        return observe
+
+    def _observe_request(self, output: RequestOutput) -> None:
         times = output.metrics
         self.first_token.observe(times.time_to_first_token)
         self.end_to_end.observe(times.e2e_time)
         if times.time_per_output_token is not None:
             self.per_token.observe(times.time_per_output_token)
-        if self._vllm is not None:
-            self._vllm.observe_request(output, params)
 
 
 def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -385,15 +385,15 @@ class EmbeddingRequest(ChatPrompt):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """POST /pooling: as /v1/embeddings"""
+    """POST /pooling, which takes what /v1/embeddings takes"""
 
     task: Literal["embed"] | None = None
 
 
 def _invocation_tag(body: Any) -> str:
-    fields = {"prompt": "a completion", "input": "embeddings"}
-    tags = (tag for field, tag in fields.items() if isinstance(body, dict) and field in body)
-    return next(tags, "a chat")
+    if not isinstance(body, dict):
+        return "a chat"
+    return "a completion" if "prompt" in body else "embeddings" if "input" in body else "a chat"
 
 
 Invocation = Annotated[
@@ -402,6 +402,8 @@ Invocation = Annotated[
     | Annotated[EmbeddingRequest, Tag("embeddings")],
     Discriminator(_invocation_tag),
 ]
+
+
 MAX_NAME, MAX_PATH = 256, 4096  # characters
 
 

@@ -117,11 +117,11 @@ class ResponseBuilder:
         self._shows_times, self._outputs = shows_times, []
 
     def count(self, delta: Delta, is_streamed: bool) -> None:
-        """Add the log-probabilities of a delta to `num_values`; a stream counts only the echoed prompt.
+        """Count a delta, and add its log-probabilities to `num_values`; a stream counts only the echoed prompt.
 
         Raises ApiError above `MAX_LOGPROBS_OF_RESPONSE`.
         """
-        if delta.output is not None:
+        if self._shows_times and delta.output is not None:
             self._outputs.append(delta.output)
         prompt, entries = (delta, ()) if is_streamed else (delta.output, delta.logprobs or ())
         if prompt is not None:

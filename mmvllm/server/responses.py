@@ -19,7 +19,10 @@ class Usage(BaseModel):
 
 
 class RequestTimes(BaseModel):
-    """The times of a request with one choice, by vLLM's names; null without a first token, or without a second one."""
+    """The times of a request with one choice, by vLLM's names.
+
+    Null where the request has no first token, or no second one.
+    """
 
     queue_time_ms: float | None
     time_to_first_token_ms: float | None
@@ -28,7 +31,7 @@ class RequestTimes(BaseModel):
     tokens_per_second: float | None  # after the first
 
 
-ShownTimes = Annotated[RequestTimes | None, Field(None, exclude_if=lambda value: value is None)]
+OMITTED = Field(None, exclude_if=lambda value: value is None)  # where there is none
 FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # "repetition" as in vLLM, on request
 StopReason = str | int | None  # the stop string or token that ended a choice, as in vLLM
 
@@ -82,7 +85,7 @@ class ResponseMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall | CustomToolCall] | None, Field(None, exclude_if=lambda value: value is None)]
+    tool_calls: Annotated[list[ToolCall | CustomToolCall] | None, OMITTED]
 
 
 class BoxEntry(BaseModel):
@@ -110,7 +113,7 @@ class ChatChoice(BaseModel):
     finish_reason: FinishReason
     stop_reason: StopReason
     token_ids: list[int] | None = None
-    mmvllm: Annotated[ChoiceExtras | None, Field(None, exclude_if=lambda value: value is None)]
+    mmvllm: Annotated[ChoiceExtras | None, OMITTED]
 
 
 class ChatCompletion(BaseModel):
@@ -124,7 +127,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    metrics: ShownTimes
+    metrics: Annotated[RequestTimes | None, OMITTED]
 
 
 class CompletionLogprobs(BaseModel):
@@ -154,7 +157,7 @@ class Completion(BaseModel):
     usage: Usage
     service_tier: None
     system_fingerprint: None
-    metrics: ShownTimes
+    metrics: Annotated[RequestTimes | None, OMITTED]
 
 
 class OutputText(BaseModel):

@@ -1,17 +1,13 @@
 """Tokens of prompts and texts of tokens, without a completion."""
 
-import json
 from collections.abc import Awaitable, Callable
-from typing import Any
-
-from transformers import AddedToken
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.decoding import MediaDecoder
 from mmvllm.server.errors import ApiError, engine_errors
 from mmvllm.server.jobs import JobFactory, PromptJob
 from mmvllm.server.limits import ByteReservation
-from mmvllm.server.responses import DetokenizeResponse, InputTokens, TokenizeResponse, TokenizerInfo
+from mmvllm.server.responses import DetokenizeResponse, InputTokens, TokenizeResponse
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -43,14 +39,6 @@ class TokenCounter:
         with engine_errors(spelled), self._decoder.session() as load:
             return await self._engine.tokenize(request, timeout=self._settings.request_timeout, load=load)
 
-    def info(self) -> TokenizerInfo:
-        """The tokenizer's class, configuration and chat template, without the places of its files."""
-        tokenizer = self._engine.tokenizer
-        kept = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_file", "_path"))}
-        made = json.loads(json.dumps(kept, default=_plain))
-        own = {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
-        return TokenizerInfo(**made | tokenizer.special_tokens_map | own)
-
     def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens, with that of special tokens."""
         self._jobs.check_model(body.model)
@@ -64,11 +52,6 @@ class TokenCounter:
                 message = f"tokens[{i}] is {token_id}, the tokenizer has {len(tokenizer)} tokens"
                 raise ApiError(400, message, param=f"tokens[{i}]")
         return DetokenizeResponse(prompt=tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))
-
-
-def _plain(value: Any) -> Any:
-    """An added token as an object; whatever else is no JSON, as its text."""
-    return value.__getstate__() if isinstance(value, AddedToken) else str(value)
 
 
 def _param_of(prompt: PromptJob | str, error: ValueError) -> str:

@@ -3,6 +3,7 @@
 Counters and gauges have the labels `model_name` and `engine`; what is measured of requests has `model_name`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -22,11 +23,11 @@ from mmvllm.server.settings import ServerSettings
 T = TypeVar("T")
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-NUMBERS = (1, 2, 5, 10, 20)
+SMALL_COUNTS = (1, 2, 5, 10, 20)
 ENGINE_LABELS = ["model_name", "engine"]
 # By name: the value, the bounds, and what it means.
-Table = Mapping[str, tuple[Callable[[T], float | None], tuple[float, ...], str]]
-OF_REQUESTS: Table[RequestOutput] = {
+Histograms = Mapping[str, tuple[Callable[[T], float | None], tuple[float, ...], str]]
+REQUEST_HISTOGRAMS: Histograms[RequestOutput] = {
     "time_to_first_token_seconds": (lambda out: out.metrics.time_to_first_token, SECONDS, "From admission."),
     "e2e_request_latency_seconds": (lambda out: out.metrics.e2e_time, SECONDS, "From admission to the last token."),
     "request_queue_time_seconds": (
@@ -60,10 +61,10 @@ OF_REQUESTS: Table[RequestOutput] = {
         TOKENS,
         "Generated tokens of a request.",
     ),
-    "request_num_preemptions": (lambda out: out.num_preemptions, (0, *NUMBERS), "Preemptions of a request."),
+    "request_num_preemptions": (lambda out: out.num_preemptions, (0, *SMALL_COUNTS), "Preemptions of a request."),
 }
-OF_PARAMS: Table[SamplingParams] = {
-    "request_params_n": (lambda params: params.n, NUMBERS, "The parameter n of a request."),
+PARAMETER_HISTOGRAMS: Histograms[SamplingParams] = {
+    "request_params_n": (lambda params: params.n, SMALL_COUNTS, "The parameter n of a request."),
     "request_params_max_tokens": (lambda params: params.max_tokens, TOKENS, "The parameter max_tokens of a request."),
 }
 _REASONS = {"eos": "stop", "aborted": "abort"}  # others have the same name
@@ -79,29 +80,36 @@ class VllmMetrics:
             return Histogram(f"{PREFIX}{name}", text, ["model_name"], buckets=buckets, registry=registry)
 
         self._histograms = {
-            name: histogram(name, text, buckets) for name, (_, buckets, text) in {**OF_REQUESTS, **OF_PARAMS}.items()
+            name: histogram(name, text, buckets)
+            for name, (_, buckets, text) in {**REQUEST_HISTOGRAMS, **PARAMETER_HISTOGRAMS}.items()
         }
         self._gaps = histogram("inter_token_latency_seconds", "Between the tokens of a completion.", SECONDS)
         labels = ["model_name", "finished_reason"]
         self._success = Counter(f"{PREFIX}request_success", "Finished completions.", labels, registry=registry)
         registry.register(self)
 
-    def observe(self, delta: Delta, gap: float | None) -> None:
-        """Count a delta, `gap` seconds after its completion's delta before it."""
-        if gap is not None:
-            self._gaps.labels(self._model_name).observe(gap)
-        if delta.finish_reason is not None:
-            reason = _REASONS.get(delta.finish_reason, delta.finish_reason)
-            self._success.labels(self._model_name, reason).inc()
+    def observer(self, params: SamplingParams) -> Callable[[int, Delta], None]:
+        """What counts the deltas of an HTTP request with these parameters, each with the index of its choice."""
+        times: dict[int, float] = {}  # of the last tokens, by choice
 
-    def observe_request(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Measure a finished request."""
-        self._measure(OF_REQUESTS, output)
-        self._measure(OF_PARAMS, params)
+        def observe(choice: int, delta: Delta) -> None:
+            if delta.token_ids:
+                now = time.perf_counter()
+                if choice in times:
+                    self._gaps.labels(self._model_name).observe(now - times[choice])
+                times[choice] = now
+            if delta.finish_reason is not None:
+                reason = _REASONS.get(delta.finish_reason, delta.finish_reason)
+                self._success.labels(self._model_name, reason).inc()
+            if delta.output is not None and None not in (delta.output.first_token_time, delta.output.finish_time):
+                self._measure(REQUEST_HISTOGRAMS, delta.output)
+                self._measure(PARAMETER_HISTOGRAMS, params)
 
-    def _measure(self, table: Table[T], of: T) -> None:
-        for name, (value, _, _) in table.items():
-            if (measured := value(of)) is not None:
+        return observe
+
+    def _measure(self, histograms: Histograms[T], source: T) -> None:
+        for name, (value, _, _) in histograms.items():
+            if (measured := value(source)) is not None:
                 self._histograms[name].labels(self._model_name).observe(measured)
 
     def collect(self) -> Iterator[Metric]:
@@ -109,16 +117,15 @@ class VllmMetrics:
         each, num_preparing = self._engine.engine_stats(), self._engine.stats().num_preparing
         labels = [[self._model_name, str(i)] for i in range(len(each))]
         preparing = [num_preparing] + [0] * (len(each) - 1)
-        waiting = [replace(one, num_waiting=one.num_waiting + more) for one, more in zip(each, preparing, strict=True)]
+        waiting = [
+            replace(stats, num_waiting=stats.num_waiting + number)
+            for stats, number in zip(each, preparing, strict=True)
+        ]
         yield from engine_families(PREFIX, GAUGES, COUNTERS, ENGINE_LABELS, [*zip(labels, waiting, strict=True)])
         yield self._waiting_by_reason(labels, each, preparing)
         yield self._step_sizes(labels, each)
         yield self._cache_config(labels, each)
-        refused = CounterMetricFamily(
-            f"{PREFIX}admission_rejections", "Requests refused as busy.", labels=["model_name", "reason"]
-        )
-        refused.add_metric([self._model_name, "max_waiting"], self._engine.num_refused)
-        yield refused
+        yield self._rejections()
 
     def _waiting_by_reason(
         self, labels: Sequence[list[str]], each: Sequence[EngineStats], preparing: Sequence[int]
@@ -140,6 +147,12 @@ class VllmMetrics:
             family.add_metric(own, [*zip(bounds, counts, strict=True)], stats.step_sizes.num_tokens)
         return family
 
+    def _rejections(self) -> Metric:
+        text = "Requests refused because too many were waiting."
+        family = CounterMetricFamily(f"{PREFIX}admission_rejections", text, labels=["model_name", "reason"])
+        family.add_metric([self._model_name, "max_waiting"], self._engine.num_refused)
+        return family
+
     def _cache_config(self, labels: Sequence[list[str]], each: Sequence[EngineStats]) -> Metric:
         config = self._engine.config
         facts = {
@@ -149,7 +162,9 @@ class VllmMetrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         names = [*ENGINE_LABELS, *facts, "num_gpu_blocks"]
-        family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "The KV cache, in labels.", labels=names)
+        family = GaugeMetricFamily(
+            f"{PREFIX}cache_config_info", "Configuration of the KV cache; the labels are the values.", labels=names
+        )
         for own, stats in zip(labels, each, strict=True):
             family.add_metric([*own, *map(str, facts.values()), str(stats.num_blocks)], 1)
         return family

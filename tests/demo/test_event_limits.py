@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmvllm.demo import session as session_module
-from mmvllm.demo.route_filter import MAX_EVENT_BYTES, SMALL_EVENT, DemoRouteFilter
+from mmvllm.demo.route_filter import MAX_EVENT_BYTES, SMALL_EVENT_BYTES, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -22,7 +22,9 @@ async def app(scope, receive, send):
 
 @pytest.fixture
 def results() -> SimpleNamespace:
-    return SimpleNamespace(num_unread=lambda session: 0, has_results=lambda session: True, num_event_bytes=0)
+    results = SimpleNamespace(num_unread=lambda session: 0, has_results=lambda session: True, num_event_bytes=0)
+    results.count_event_bytes = lambda: results.num_event_bytes
+    return results
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_large_events_are_refused_while_those_that_run_are_many_bytes(joined, re
     results.num_event_bytes = MAX_EVENT_BYTES - 100_000
     assert joined("a", 50_000) == 200 and joined("a", 200_000) == 503
     results.num_event_bytes = 2 * MAX_EVENT_BYTES
-    assert joined("a", SMALL_EVENT + 1) == 503 and joined("a", 100) == 200
+    assert joined("a", SMALL_EVENT_BYTES + 1) == 503 and joined("a", 100) == 200
 
 
 def test_a_session_begins_with_its_first_event_so_that_sessions_are_limited(joined, sessions, monkeypatch):

@@ -10,7 +10,7 @@ pytest.importorskip("gradio")
 import gradio
 
 from mmvllm.demo.conversation import Turn
-from mmvllm.demo.events import MAX_FILES_PER_EVENT
+from mmvllm.demo.events import MAX_FILES
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.record import (
@@ -111,7 +111,7 @@ def test_a_conversation_has_a_longest_length():
     with pytest.raises(ValueError, match="too long to go on"):
         check_length([Turn("q")] * (MAX_TURNS + 1))
     with pytest.raises(ValueError, match="too long to go on"):
-        check_length([Turn("q", (None,) * 100), Turn("q", (None,) * (MAX_FILES_PER_EVENT - 99))])
+        check_length([Turn("q", (None,) * 100), Turn("q", (None,) * (MAX_FILES - 99))])
     assert len(read_turns(record(MAX_CHARACTERS - 2), max_files=8)) == 2
     with pytest.raises(ValueError, match="reload it"):
         read_turns(record(MAX_CHARACTERS - 1), max_files=8)

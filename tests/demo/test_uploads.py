@@ -8,7 +8,7 @@ import tempfile
 import time
 import zlib
 from contextlib import ExitStack
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from PIL import ExifTags, Image
@@ -182,11 +182,11 @@ def test_the_slowest_upload_ends_where_others_need_its_files(uploads, monkeypatc
             now += 1.0
             upload = stack.enter_context(uploads.incoming(10**7, parts_of(MAX_INCOMING_FILES // 2)))
             upload.reserve(num_received)
-            upload.end = partial(ended.append, name)
-        assert not uploads.may_open() and ended == []  # none is old enough
+            upload.timeout = SimpleNamespace(reschedule=lambda _, name=name: ended.append(name))
+        assert not uploads.make_room() and ended == []  # none is old enough
         now += 4.5
-        assert uploads.may_open() and ended == ["slow"]
-        assert uploads.may_open() and ended == ["slow"]  # its files are closed
+        assert uploads.make_room() and ended == ["slow"]
+        assert uploads.make_room() and ended == ["slow"]  # its files are closed
 
 
 def test_an_upload_that_ends_while_the_folder_is_scanned_is_counted(uploads, monkeypatch):

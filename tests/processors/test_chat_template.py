@@ -220,7 +220,7 @@ def test_a_message_with_another_role_is_in_the_prompt_or_refused(content, prepar
     messages = [QUESTION, {"role": "critic", "content": content}]
     prompt = prepare({"messages": messages})
     assert "<|im_start|>critic\nBe kind.<|im_end|>" in prepare.tokenizer.decode(prompt.token_ids)
-    with pytest.raises(RequestError, match="leaves out messages with the role 'critic'; it must be one of assistant,"):
+    with pytest.raises(RequestError, match="leaves out messages with the role 'critic'; use one of assistant,"):
         processor_of("bundled", KNOWN_ROLES_ONLY)({"messages": messages})
     known = {"messages": [QUESTION, {"role": "system", "content": content}]}
     assert processor_of("bundled", KNOWN_ROLES_ONLY)(known).token_ids

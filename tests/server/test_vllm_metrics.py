@@ -79,7 +79,7 @@ def test_the_metrics_count_what_requests_use(engine):
 )
 def test_completions_are_counted_by_the_reasons_of_vllm(own, reason, engine):
     metrics = Metrics(engine, ServerSettings(model_names=("bundled",), metrics_names="vllm"))
-    metrics.observe(SimpleNamespace(finish_reason=own, output=None), SamplingParams(), None)
+    metrics.observer(SamplingParams())(0, SimpleNamespace(finish_reason=own, output=None, token_ids=[5]))
     labels = {"finished_reason": reason, "model_name": "bundled"}
     assert metrics.registry.get_sample_value("vllm:request_success_total", labels) == 1
 
