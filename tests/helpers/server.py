@@ -96,6 +96,12 @@ def answered(app: FastAPI, path: str, body: dict) -> dict:
     return answer.json()
 
 
+def chunks_of(app, path: str, body: dict) -> list[dict]:
+    events = call(app, "POST", path, json=body | {"stream": True}).text.strip().split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 SCENES = sorted((Path(__file__).parents[2] / "examples" / "images").glob("scene-*.png"))
 
 

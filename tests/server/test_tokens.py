@@ -1,7 +1,5 @@
 """Tokens of prompts and texts, by vLLM's names: /tokenize, /detokenize and `return_token_ids`."""
 
-import json
-
 import pytest
 
 from tests.helpers.server import (
@@ -11,6 +9,7 @@ from tests.helpers.server import (
     answered,
     call,
     chat,
+    chunks_of,
     completion,
     data_uri,
     error_of,
@@ -124,12 +123,6 @@ def test_nothing_is_left_of_a_request_for_tokens(app, engine):
     tokens_of(app, messages=[user(image_part(data_uri()), "Hi")])
     call(app, "POST", TOKENIZE, json={"messages": [user(image_part("data:image/png;base64,AAAA"))]})
     wait_for(lambda: is_idle(engine))
-
-
-def chunks_of(app, path: str, body: dict) -> list[dict]:
-    events = call(app, "POST", path, json=body | {"stream": True}).text.strip().split("\n\n")
-    assert events.pop() == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 IDS = {"return_token_ids": True, "max_tokens": 5}

@@ -9,17 +9,8 @@ from mmvllm.server.models import ServedModels
 from mmvllm.server.protocol import ChatRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, user
+from tests.helpers.tools import CALL, COUNT, FIND, NAMED, NAMED_COUNT, tool
 
-
-def tool(name: str, strict: bool | None = None, **properties) -> dict:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
-
-
-COUNT = tool("count", shape={"enum": ["star", "circle"]}, most={"type": "integer", "minimum": 1, "maximum": 9})
-FIND = tool("find", color={"enum": ["red", "green"]})
-NAMED, NAMED_COUNT = ({"type": "function", "function": {"name": name}} for name in ("find", "count"))
-CALL = '<tool_call>\n{"name": "count", "arguments": {"shape": "star", "most": 5}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_call>'
 
 

@@ -2,8 +2,17 @@
 
 import pytest
 
-from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, answered, call, chat, error_of, make_app
-from tests.server.test_tokens import chunks_of
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    answered,
+    call,
+    chat,
+    chunks_of,
+    error_of,
+    make_app,
+)
 
 TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
 TALK = chat("Hello", max_tokens=3, ignore_eos=True)
