@@ -226,7 +226,7 @@ class DemoRouteFilter:
         """A session begins with its first event, so that the number of sessions is limited."""
         if self._results.num_unread(session) >= MAX_UNREAD:
             return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
-        if num_bytes > SMALL_EVENT_BYTES and self._results.count_event_bytes() + num_bytes > MAX_EVENT_BYTES:
+        if self._results.count_event_bytes() + num_bytes > MAX_EVENT_BYTES and num_bytes > SMALL_EVENT_BYTES:
             return PlainTextResponse("The page is busy; try again later", 503)
         try:
             self._sessions.get(session)

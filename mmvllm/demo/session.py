@@ -305,13 +305,17 @@ class Sessions:
         Otherwise files of disconnected clients would delay the files of other visitors. All files and events of a
         session wait for the same `LISTEN_SECONDS`.
         """
-        while not (self.is_read(session.id) or session.id in self._open_tabs):
-            if session.unread_since is None:
-                session.unread_since = time.monotonic()
-            is_over = time.monotonic() > session.unread_since + LISTEN_SECONDS
-            if is_over or self._sessions.get(session.id) is not session:
-                raise NobodyReads("the page does not read its results; reload it")
-            await asyncio.sleep(TICK_SECONDS)
+        try:
+            while not (self.is_read(session.id) or session.id in self._open_tabs):
+                if session.unread_since is None:
+                    session.unread_since = time.monotonic()
+                is_over = time.monotonic() > session.unread_since + LISTEN_SECONDS
+                if is_over or self._sessions.get(session.id) is not session:
+                    raise NobodyReads("the page does not read its results; reload it")
+                await asyncio.sleep(TICK_SECONDS)
+        except asyncio.CancelledError:  # another event of the session takes the place of this one
+            session.unread_since = None
+            raise
         session.unread_since = None
 
     def _finish(self, session: Session, turn: Turn, options: Options, output: RequestOutput) -> None:

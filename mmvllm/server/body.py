@@ -6,13 +6,15 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Annotated, Any, get_args, get_origin
+from itertools import chain
+from typing import Any, get_args
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from mmvllm.server.errors import MAX_KEY_SHOWN, ApiError, out_of_memory
 from mmvllm.text import with_whole_characters
@@ -49,8 +51,28 @@ class StrictRoute(APIRoute):
     @cached_property
     def fields(self) -> frozenset[str]:
         """The fields that the body of a request may have."""
+        return frozenset(chain.from_iterable(self._fields_by_form.values()))
+
+    def fields_of(self, body: dict) -> frozenset[str]:
+        """The fields that a body of the same form may have, where there are several."""
+        return self._fields_by_form[self._form_of(body)]
+
+    @cached_property
+    def _fields_by_form(self) -> dict[str, frozenset[str]]:
+        kind = self._body_kind
+        if kind is None or isinstance(kind, type):
+            return {"": frozenset() if kind is None else _fields_of(kind)}
+        return {get_args(form)[1].tag: _fields_of(get_args(form)[0]) for form in get_args(get_args(kind)[0])}
+
+    def _form_of(self, body: dict) -> str:
+        kind = self._body_kind
+        return "" if kind is None or isinstance(kind, type) else get_args(kind)[1].discriminator(body)
+
+    @cached_property
+    def _body_kind(self) -> Any:
+        """A model, or an annotated union of models with tags; None without a body."""
         body = inspect.signature(self.endpoint).parameters.get("body")
-        return frozenset() if body is None else frozenset(_fields_of(body.annotation))
+        return None if body is None else body.annotation
 
     def get_route_handler(self) -> Callable:
         handler = super().get_route_handler()
@@ -68,7 +90,7 @@ class LenientRequest(StrictRequest):
         value = await super().json()
         if not isinstance(value, dict):
             return value
-        known = self.scope["route"].fields
+        known = self.scope["route"].fields_of(value)
         _log_ignored(value.keys() - known)
         return {name: item for name, item in value.items() if name in known}
 
@@ -86,13 +108,8 @@ def _log_ignored(names: Collection[str]) -> None:
         logger.warning("requests have the field %r, which is ignored; logged once", name)
 
 
-def _fields_of(kind: Any) -> Iterator[str]:
-    """The fields of a model, or of the members of an annotated union of models."""
-    if isinstance(kind, type):
-        yield from (field.alias or name for name, field in kind.model_fields.items())
-    else:
-        for member in get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind):
-            yield from _fields_of(member)
+def _fields_of(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def parse(body: bytes) -> Any:

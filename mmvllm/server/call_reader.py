@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_arguments, read_tool_calls
 from mmvllm.server.tools import ToolUse
+from mmvllm.text import with_whole_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +79,4 @@ class _CustomCalls:
 def _input_of(arguments: str) -> str:
     """The string `input` of a call's arguments; all of their text if they are malformed or have no such string."""
     given = (read_arguments(arguments) or {}).get("input")
-    return given if isinstance(given, str) else arguments
+    return with_whole_characters(given) if isinstance(given, str) else arguments

@@ -393,7 +393,8 @@ class PoolingRequest(EmbeddingRequest):
 def _invocation_tag(body: Any) -> str:
     if not isinstance(body, dict):
         return "a chat"
-    return "a completion" if "prompt" in body else "embeddings" if "input" in body else "a chat"
+    has_prompt, has_input = (body.get(field) is not None for field in ("prompt", "input"))
+    return "a completion" if has_prompt else "embeddings" if has_input else "a chat"
 
 
 Invocation = Annotated[

@@ -96,7 +96,8 @@ class VllmMetrics:
             if delta.token_ids:
                 now = time.perf_counter()
                 if choice in times:
-                    self._gaps.labels(self._model_name).observe(now - times[choice])
+                    for _ in delta.token_ids:  # which share a delta where their text or the event loop was not ready
+                        self._gaps.labels(self._model_name).observe((now - times[choice]) / len(delta.token_ids))
                 times[choice] = now
             if delta.finish_reason is not None:
                 reason = _REASONS.get(delta.finish_reason, delta.finish_reason)

@@ -122,6 +122,7 @@ def test_events_count_by_their_size_until_they_end(site):
         "event_data": {"x": "y" * 5000},
     }
     until(lambda: site.page.count_event_bytes() == 0)
+    assert not site.page._event_bytes
     with paused(site.page):
         assert post(f"{site.url}gradio_api/queue/join", json=body).is_success
         assert 5000 < site.page.count_event_bytes() < 6000

@@ -25,7 +25,9 @@ async def app(scope, receive, send):
 
 @pytest.fixture
 def route_filter(tmp_path) -> DemoRouteFilter:
-    results = SimpleNamespace(num_unread=lambda session: 0, has_results=lambda session: session == "known")
+    results = SimpleNamespace(
+        num_unread=lambda session: 0, has_results=lambda session: session == "known", count_event_bytes=lambda: 0
+    )
     return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), DemoSettings(MediaPolicy())), {5}, results)
 
 

@@ -68,6 +68,11 @@ def test_other_arguments_are_the_input_as_they_are(arguments):
     assert CallReader(USE).read(text) == ("", [CustomCall(0, "code", arguments)])
 
 
+def test_half_a_character_in_an_input_is_replaced():
+    text = CODE_CALL.replace(json.dumps({"input": INPUT}), r'{"input": "a\ud83d"}')
+    assert CallReader(USE).feed(text, is_last=True) == [CustomCall(0, "code", "a\ufffd")]
+
+
 def test_a_chat_has_calls_of_both_kinds(client, writes):
     writes(TEXT)
     asked = chat("Go", tools=[CODE, COUNT])

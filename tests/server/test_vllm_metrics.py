@@ -7,7 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.config import EngineConfig
 from mmvllm.engine.stats import EngineStats
+from mmvllm.outputs import Delta
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.server import vllm_metrics
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.server import CHAT, call, chat, make_app, metric_samples
@@ -64,7 +66,7 @@ def test_the_metrics_count_what_requests_use(engine):
         assert moved(f"{name}_count", MODEL) == 2 and moved(f"{name}_sum", MODEL) > 0
     assert moved("request_generation_tokens_sum", MODEL) == 7 and moved("request_prompt_tokens_sum", MODEL) > 10
     assert moved("request_time_per_output_token_seconds_count", MODEL) == 1  # the other has one token
-    assert 0 < moved("inter_token_latency_seconds_count", MODEL) <= 4  # of six tokens, some of which share a delta
+    assert 0 < moved("inter_token_latency_seconds_count", MODEL) <= 4  # of six tokens; the first may share a delta
     assert moved("request_params_n_sum", MODEL) == 3 and moved("request_params_max_tokens_sum", MODEL) == 4
     assert moved("request_inference_time_seconds_sum", MODEL) > moved("request_decode_time_seconds_sum", MODEL)
     assert moved("request_num_preemptions_count", MODEL) == 2 and moved("request_num_preemptions_sum", MODEL) == 0
@@ -82,6 +84,17 @@ def test_completions_are_counted_by_the_reasons_of_vllm(own, reason, engine):
     metrics.observer(SamplingParams())(0, SimpleNamespace(finish_reason=own, output=None, token_ids=[5]))
     labels = {"finished_reason": reason, "model_name": "bundled"}
     assert metrics.registry.get_sample_value("vllm:request_success_total", labels) == 1
+
+
+def test_tokens_that_come_together_share_their_time(engine, monkeypatch):
+    metrics = Metrics(engine, ServerSettings(model_names=("bundled",), metrics_names="vllm"))
+    observe = metrics.observer(SamplingParams(n=2))
+    for choice, now, num_tokens in ((0, 1.0, 1), (1, 2.0, 1), (0, 5.0, 4), (0, 6.0, 0), (1, 8.0, 1)):
+        monkeypatch.setattr(vllm_metrics.time, "perf_counter", lambda now=now: now)
+        observe(choice, Delta("a", choice, "", [5] * num_tokens))
+    name = "vllm:inter_token_latency_seconds"
+    values = [metrics.registry.get_sample_value(f"{name}_{kind}", dict([MODEL])) for kind in ("count", "sum")]
+    assert values == [5, 4.0 + 6.0]
 
 
 def test_each_engine_has_its_own_numbers_and_requests_in_preparation_wait():

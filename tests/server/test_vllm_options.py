@@ -6,6 +6,7 @@ from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    TOKENIZE,
     answered,
     call,
     chat,
@@ -81,6 +82,15 @@ def test_an_invocation_is_what_its_fields_say(path, body, app):
 def test_an_invocation_that_is_nothing_of_these_is_refused(body, param, app):
     answer = call(app, "POST", "/invocations", json=body)
     assert answer.status_code == 400 and error_of(answer)["param"] == param
+
+
+def test_an_invocation_is_told_by_what_is_given(engine, app):
+    assert answered(app, "/invocations", TALK | {"prompt": None, "input": None})["object"] == "chat.completion"
+    lenient = make_app(engine, ignores_unknown_fields=True)
+    body = TALK | {"suffix": "a", "dimensions": 3, "no_such_field": 1}
+    for path in (CHAT, "/invocations"):
+        assert answered(lenient, path, body)["object"] == "chat.completion"
+    assert answered(lenient, TOKENIZE, {"prompt": "Hi", "tools": []})["count"] > 0
 
 
 def test_an_invocation_is_streamed(app):
