@@ -41,8 +41,7 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     results = SimpleNamespace(
         num_unread=lambda session: MAX_UNREAD - (session != "busy"),
         has_results=lambda session: session != "unknown",
-        forget_upload=lambda upload_id: None,
-        count_event_bytes=lambda: 0,
+        **dict.fromkeys(("forget_upload", "count_event_bytes"), lambda *_: 0),
     )
     return DemoRouteFilter(app, sessions, events={5}, results=results)
 
