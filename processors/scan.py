@@ -44,7 +44,7 @@ _TILE_WIDTH = 322  # a tag
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
-_PNM = re.compile(rb"P[1-6]\s")
+_PNM = re.compile(rb"P[0-6fy]")  # with those that only Pillow knows
 # Bits, and numbers that need no scaling: Pillow reads others in Python, and comments one by one.
 _FAST_PNM = re.compile(rb"P4\s\d+\s\d+\s|P[56]\s\d+\s\d+\s255\s|P5\s\d+\s\d+\s65535\s")
 _BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of bitmaps that may be compressed

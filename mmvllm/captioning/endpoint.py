@@ -11,6 +11,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -75,6 +76,7 @@ class Endpoint:
         self._client = _client(
             base_url=base_url,
             headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # which keeps none
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
             # The caller decides how many are begun; each request opens a new connection, see `_read`.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -206,7 +208,8 @@ class Endpoint:
             self._client.stream(method, path, **options) as response,
         ):
             if (coding := response.headers.get("Content-Encoding", "identity")) != "identity":
-                raise _TryAgain(f"its answer is compressed ({coding[:100]}), which was not asked for")
+                coding = printable(self._hidden(coding)[:100])
+                raise _TryAgain(f"its answer is compressed ({coding}), which was not asked for")
             content = bytearray()
             for part in response.iter_raw():
                 limit.check()

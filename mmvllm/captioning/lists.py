@@ -15,6 +15,7 @@ from mmvllm.text import check_json_size, parse_json
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
+MAX_NAME = 65_536  # characters of a path or a URL
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
@@ -126,6 +127,9 @@ def _listed(name: str, line: _Line, *own: str | None) -> Item:
     """The item for a line with this name; a path is tried below the list's folder first."""
     if name[:5].lower() == "data:":
         return Item(line.name, line.relative, name, *own)
+    if len(name) > MAX_NAME or "\0" in name:
+        reason = f"is no path or URL: it has {len(name)} characters" if len(name) > MAX_NAME else "has a NUL character"
+        return Item(line.name, line.relative, None, *own, error=reason)
     if URL.match(name):
         return Item(name, relative_of_url(name), name, *own)
     near = os.path.join(line.folder, name)

@@ -261,7 +261,8 @@ def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> Sour
 def _tar_index(tar: str) -> dict[str, TarMember]:
     index = {}
     with suppress(ValueError):  # of a damaged tar, use the members before the damage
-        index.update(tar_members(tar))
+        for name, member in tar_members(tar):
+            index.setdefault(name, member)  # of several with one name, the first was captioned
     return index
 
 

@@ -37,8 +37,7 @@ class _Header(tarfile.TarInfo):
 
     def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         begin = tar.fileobj.tell()
-        if _LONG_DIGITS.search(tar.fileobj.read(self.size)):
-            raise tarfile.ReadError(f"{self.name}: a pax header has more than 255 digits in a row")
+        _check_pax(tar.fileobj.read(self.size))
         tar.fileobj.seek(begin)
         return super()._proc_pax(tar)
 
@@ -58,6 +57,19 @@ class _Header(tarfile.TarInfo):
         member.sparse = []
 
     _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
+
+
+def _check_pax(header: bytes) -> None:
+    """Raise ReadError for records that overlap, of which tarfile would keep each, and for long runs of digits."""
+    if _LONG_DIGITS.search(header):
+        raise tarfile.ReadError("a pax header has more than 255 digits in a row")
+    at = 0
+    while at < len(header) and header[at]:  # zeros may follow the records
+        digits, _, _ = header[at : at + 20].partition(b" ")
+        end = at + (int(digits) if digits.isdigit() else 0)
+        if end <= at + len(digits) + 1 or header[end - 1 : end] != b"\n" or b"=" not in header[at:end]:
+            raise tarfile.ReadError("a pax header has a record that is not LENGTH NAME=VALUE")
+        at = end
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ MAX_UNREAD_UPDATES = 2
 
 View = tuple[Any, Any, Any, Any, Any]  # messages, message box, gallery, the accordion around it, and the record
 UNCHANGED = gr.skip()
+NOTHING_NEW: View = (UNCHANGED,) * 5
 WAITING_BOX = gr.update(submit_btn=True, stop_btn=False)
 
 
@@ -65,7 +66,7 @@ class Handlers:
             return self._view(session, _back_in_box(session, turn))
         except ValueError as error:
             warn(error)
-            return self._view(session, WAITING_BOX)
+            return UNCHANGED, WAITING_BOX, UNCHANGED, UNCHANGED, UNCHANGED
 
     async def clear(self, request: gr.Request) -> View:
         session = self._session(request)
@@ -83,7 +84,7 @@ class Handlers:
             kept = read_turns(given.turns, self.settings.max_files)
         except ValueError as error:
             warn(error)
-            return self._view(session, UNCHANGED)
+            return NOTHING_NEW
         claimed = self._claim_kept(session, kept)
         found = await self._read_kept(session, claimed)
         if not given.is_final and (missing := [path for turn in kept for path in turn.media if path not in found]):
@@ -149,7 +150,9 @@ class Handlers:
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
-            media = await self._claimed(session, read_paths(paths), options)
+            session.draft = self._claimed(session, read_paths(paths))
+            media = await self._read(session, session.draft, options)
+            self.sessions.tidy(session)
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
             return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
@@ -192,8 +195,10 @@ class Handlers:
                 turn = await find(session, event, draft, Options(*values))
             except ValueError as error:
                 warn(error)
-                yield self._view(session, UNCHANGED)
+                yield NOTHING_NEW
                 return
+            finally:
+                session.asked = []
             async with aclosing(self._answer(session, turn, Options(*values))) as views:
                 async for view in views:
                     yield view
@@ -202,7 +207,8 @@ class Handlers:
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         text, paths = read_draft(draft)
-        media = await self._claimed(session, paths, options)
+        session.draft = session.asked = self._claimed(session, paths)
+        media = await self._read(session, session.asked, options)
         question = text.strip()
         if not question and not media:
             raise ValueError("Add a picture or a video, or write a question")
@@ -227,17 +233,19 @@ class Handlers:
         old = await self._take_back(session, read_index(event))
         return Turn(question, old.media)
 
-    async def _claimed(self, session: Session, paths: list[str], options: Options) -> list[Uploaded]:
-        """The images and videos of the current question, which are claimed for the session."""
-        session.draft = [self.uploads.claim(session.id, path) for path in paths]
-        self._check_number(session.draft)
-        return [await self.sessions.read(session, path, options.of_clips) for path in session.draft]
+    def _claimed(self, session: Session, paths: list[str]) -> list[Path]:
+        """The files of the current question, which are claimed for the session."""
+        self._check_number(paths)
+        return [self.uploads.claim(session.id, path) for path in paths]
 
-    def _check_number(self, files: list[Path]) -> None:
+    async def _read(self, session: Session, files: list[Path], options: Options) -> list[Uploaded]:
+        return [await self.sessions.read(session, file, options.of_clips) for file in files]
+
+    def _check_number(self, paths: list[str]) -> None:
         """Raise ValueError for more images or videos than go into a question."""
-        num_videos = sum(map(is_video, files))
+        num_videos = sum(is_video(Path(path)) for path in paths)
         for number, limit, noun in (
-            (len(files) - num_videos, self.settings.max_images, "picture"),
+            (len(paths) - num_videos, self.settings.max_images, "picture"),
             (num_videos, self.settings.max_videos, "video"),
         ):
             if number > limit:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import gradio as gr
 from gradio.routes import file_upload_statuses
@@ -63,8 +64,9 @@ class Page(gr.Blocks):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         # Gradio reads and writes a long conversation in a tenth of a second, in which nothing else runs: of several
-        # events one has its turn, and then whatever else is waiting.
+        # events one has its turn, and then whatever else is waiting. Of each session one event waits for it.
         self._turn = asyncio.Lock()
+        self._own_turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self._event_bytes: dict[str, int] = {}  # by the id of an event
 
     def bound(self) -> None:
@@ -149,17 +151,21 @@ class Page(gr.Blocks):
         except NobodyReads as error:
             raise gr.Error(str(error), print_exception=False) from None
 
-    async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+    async def preprocess_data(self, block_fn: Any, inputs: list[Any], state: Any = None, *args: Any) -> list[Any]:
         self._check_files(inputs)
         try:
-            async with self._turn:
-                return await super().preprocess_data(block_fn, inputs, *args, **kwargs)
+            async with self._own_turn(state), self._turn:
+                return await super().preprocess_data(block_fn, inputs, state, *args)
         except (ValueError, OSError, AttributeError):  # malformed client input is not logged
             raise gr.Error(RELOAD, print_exception=False) from None
 
-    async def postprocess_data(self, *args: Any, **kwargs: Any) -> list[Any]:
-        async with self._turn:
-            return await super().postprocess_data(*args, **kwargs)
+    async def postprocess_data(self, block_fn: Any, predictions: Any, state: Any = None) -> list[Any]:
+        async with self._own_turn(state), self._turn:
+            return await super().postprocess_data(block_fn, predictions, state)
+
+    def _own_turn(self, state: Any) -> asyncio.Lock:
+        """The lock of the session with this state."""
+        return self._own_turns.setdefault(self if state is None else state, asyncio.Lock())
 
     def _check_files(self, value: Any) -> None:
         try:

@@ -26,11 +26,22 @@ class FileParts:
         if kind != b"multipart/form-data" or b"charset" in options:  # which gradio would decode with
             raise ValueError("Send the files as multipart/form-data")
         callbacks = {"on_part_begin": self._on_part_begin, **on_data, **on_end}
+        self._boundary = b"\r\n--" + options.get(b"boundary", b"")
+        self._tail, self._num_ends = b"", 0  # the last bytes, and the number of boundaries, each the end of a part
         self._parser = MultipartParser(options.get(b"boundary", b""), callbacks)
 
     def add(self, data: bytes) -> None:
         """Take the next bytes of the body; raises MultiPartException or MultipartParseError, which gradio answers."""
+        self._check_boundaries(data)
         self._parser.write(data)
+
+    def _check_boundaries(self, data: bytes) -> None:
+        """Refuse more boundaries than files have: at each that a file contains, the parser goes on byte by byte."""
+        recent = self._tail + data
+        self._num_ends += recent.count(self._boundary)
+        self._tail = recent[1 - len(self._boundary) :]
+        if self._num_ends > self._max_files + 1:
+            raise MultiPartException(self._too_many)
 
     def _on_part_begin(self) -> None:
         self._disposition = b""
@@ -51,4 +62,8 @@ class FileParts:
             raise MultiPartException("An upload consists of files; it has no other fields")
         self.num_files += 1
         if self.num_files > self._max_files:
-            raise MultiPartException(f"At most {counted(self._max_files, 'file')} go into one question")
+            raise MultiPartException(self._too_many)
+
+    @property
+    def _too_many(self) -> str:
+        return f"At most {counted(self._max_files, 'file')} go into one question"

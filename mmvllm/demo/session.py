@@ -62,6 +62,7 @@ class Session:
     # The last images and videos with question and answer, newest first.
     gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
+    asked: list[Path] = field(default_factory=list)  # and of one that was sent, until it is a turn
     known: dict[Path, Uploaded] = field(default_factory=dict)  # files as they were last read
     counting: asyncio.Task | None = None  # finds out the cost of the draft
     # So that no session takes all threads; of images, and of videos, which take longer.
@@ -74,7 +75,7 @@ class Session:
     def files(self) -> set[Path]:
         """The files that may still be shown or asked about."""
         shown = media_in(self.turns) + [one for one, _ in self.gallery]
-        return {one.path for one in shown} | {*self.draft}
+        return {one.path for one in shown} | {*self.draft, *self.asked}
 
     def resume(self, turns: list[Turn]) -> None:
         """Replace the conversation by one that the browser has kept."""
@@ -205,8 +206,9 @@ class Sessions:
 
     def tidy(self, session: Session) -> None:
         """Remove files that can no longer be shown or asked about."""
-        self.uploads.release(session.id, keep=session.files)
-        session.known = {path: one for path, one in session.known.items() if path in session.files}
+        files = session.files
+        self.uploads.release(session.id, keep=files)
+        session.known = {path: one for path, one in session.known.items() if path in files}
 
     def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)

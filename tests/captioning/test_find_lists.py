@@ -67,6 +67,15 @@ def test_a_text_with_a_nul_is_refused(key, tmp_path):
     assert item.error == f'"{key}" has a NUL character'
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("a" * 70_000, "is no path or URL: it has 70000 characters"), ("a\0b", "has a NUL character")]
+)
+def test_a_line_of_text_that_is_no_name_is_an_error(name, reason, tmp_path):
+    (tmp_path / "list.txt").write_text(f"{name}\nb.png\n")
+    first, second = find_items([tmp_path / "list.txt"])
+    assert first.error == reason and first.path == f"{tmp_path / 'list.txt'}:1" and second.error is None
+
+
 def test_standard_input_is_a_text_list(stdin):
     stdin.write(f"a.png\n{DATA}\n".encode())
     found = find_items(["-"])
@@ -153,6 +162,7 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         ("a.png", "is not valid JSON (Expecting value)"),
         (b'{"image": "\xff.png"}', "is not valid JSON ('utf-8' codec can't decode byte 0xff in position 11: "),
         ("[" * 100_000, "is not valid JSON (it is nested too deeply)"),
+        (json.dumps({"image": "a" * 70_000}), "is no path or URL: it has 70000 characters"),
         ('{"image": "a.png", "x": [' + "{}," * 60_000 + "{}]}", "is not valid JSON (more than 100,000 values)"),
         ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
         ("7", 'is not an object; write {"image": PATH}'),

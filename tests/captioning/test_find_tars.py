@@ -173,6 +173,22 @@ def test_a_header_of_digits_is_not_read_for_minutes(kind, tmp_path):
     assert first.error is None and second.error.endswith("a pax header has more than 255 digits in a row)")
 
 
+@pytest.mark.parametrize(
+    "header", [b"2 " * 100_000 + b"x=", b"9 path=a\n2 ", b"99 path=a\n", b"path=a\n", b"12 path.aaaa\n"], ids=len
+)
+def test_records_of_a_header_that_overlap_are_refused(header, tmp_path):
+    """Of each, tarfile would keep all that follows."""
+    member = tarfile.TarInfo("odd")
+    member.type, member.size = tarfile.XHDTYPE, len(header)
+    tar = make_tar(tmp_path / "s.tar", {"a.png": b"a"})
+    tar.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + header + bytes(-len(header) % 512) + tar.read_bytes())
+    tracemalloc.start()
+    (item,) = find_items([tar])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert item.error.endswith("a pax header has a record that is not LENGTH NAME=VALUE)") and most < 10_000_000
+
+
 def test_a_name_may_have_many_digits(tmp_path):
     name = f"é-{'1234567890' * 20}.png"
     with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as tar:

@@ -39,6 +39,25 @@ def test_an_answer_that_is_compressed_is_not_read(folder, coding):
 
 
 @pytest.mark.network
+def test_the_coding_of_an_answer_is_shown_without_the_key(folder, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret-key")
+    answer = (200, {"Content-Encoding": "sk-very-secret-key"}, b"{}")
+    with fake_endpoint(lambda body, _: answer) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=EndpointOptions(fake.url, max_retries=0))
+    assert "compressed (***)" in record["error"]
+
+
+@pytest.mark.network
+def test_no_cookie_is_kept(tmp_path):
+    """They would be sent with every request, and take memory without end."""
+    status, headers, data = said("a")
+    answer = status, headers | {"Set-Cookie": "a=b; Path=/"}, data
+    with fake_endpoint(lambda body, _: answer) as fake:
+        records = [*caption_images(many(tmp_path / "images", 3), endpoint=EndpointOptions(fake.url))]
+    assert len(records) == 3 and not any("Cookie" in headers for headers in fake.headers)
+
+
+@pytest.mark.network
 @pytest.mark.parametrize("number", [300_000_000, 2**31 - 1, 2**31, -1, 10**30, 1e400, "x", [5]])
 @pytest.mark.parametrize("name", ["completion_tokens", "prompt_tokens"])
 def test_a_number_of_tokens_takes_no_memory_and_may_be_wrong(folder, tmp_path, number, name):

@@ -142,6 +142,7 @@ UNLIMITED = {
     "a DIB of run lengths": lambda image: run_length_bitmap(8, 4)[14:],
     "a plain PPM": lambda image: b"P3 1 1 255 1 2 3",
     "a plain bitmap": lambda image: b"P1 1 1 1",
+    **{name: lambda image, name=name: name.encode() + b" 1 1 15" for name in ("PyRGBA", "PyCMYK", "PyP", "Pf")},
     "a PPM of other levels": lambda image: b"P6 1 1 254\n123",
     "a PGM of other levels": lambda image: b"P5 1 1 1000\n12",
     "a PPM with a comment": lambda image: b"P6\n#\n1 1 255\n123",
