@@ -37,8 +37,8 @@ _TOKEN = re.compile(
     | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<times>~[ \t]*[0-9]) | (?P<other>.)""",
     re.VERBOSE | re.DOTALL,
 )
-# A rule may have attributes or a parameter before the colon.
-_DEFINES = re.compile(r"[ \t]*(?:\[[^\]\n]*\]|::[^:\n]*)?[ \t]*:(?!:)")
+# A rule may have attributes or a parameter before the colon. Nothing is read twice.
+_DEFINES = re.compile(r"[ \t]*+(?:\[[^\]\n]*+\]|::[^:\n]*+)?+[ \t]*+:(?!:)")
 _CLASSES = re.compile(r"\\[wWdDsSpP]|(?P<other>\\.)|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\.", re.DOTALL)
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _FLAGS = re.compile(r"[imslux]+")  # after an expression of a grammar

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from itertools import islice
 from math import lcm
 from typing import Any
 
@@ -46,6 +47,7 @@ _DEMANDING_NOTHING = {  # values of keywords that are not enforced
 _ENFORCED_PATTERN = re.compile(
     r"(?:\\[^1-9kbB]|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\((?!\?(?:<?[=!]|P=))|[^\\\[(])*+\\?", re.DOTALL
 )
+MAX_SCHEMAS = 2000  # within a schema: to look into all of them takes 30 ms
 MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
 MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
@@ -146,6 +148,11 @@ def _is_enforced(pattern: Any) -> bool:
     return not isinstance(pattern, str) or _ENFORCED_PATTERN.fullmatch(pattern) is not None
 
 
+def num_schemas(schema: Any) -> int:
+    """The number of schemas in a schema, with itself; of more than `MAX_SCHEMAS`, one more than that."""
+    return sum(1 for _ in islice(_parts(schema), MAX_SCHEMAS + 1))
+
+
 def check_keywords(schema: dict[str, Any]) -> None:
     """Raise RequestError with the first keyword that cannot be enforced, and where it is."""
     for place, part in _parts(schema):
@@ -189,7 +196,8 @@ def check_cost(schema: dict[str, Any]) -> None:
             reason = f"has, with others, too many expressions, which are compared in pairs: more than {MAX_PAIRS} pairs"
             raise _refused("patternProperties", place, reason)
         for keyword, patterns in _expressions_in(part):
-            if is_costly("".join(pattern for pattern in patterns if isinstance(pattern, str))):
+            joined = "".join(pattern for pattern in patterns if isinstance(pattern, str))
+            if joined and is_costly(joined):
                 raise _refused(keyword, place, f"has {TOO_COSTLY}")
 
 

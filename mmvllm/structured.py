@@ -12,7 +12,14 @@ from typing import Any
 from mmvllm.errors import RequestError
 from mmvllm.gbnf import as_lark
 from mmvllm.grammar_cost import check_grammar, check_regex, has_complement
-from mmvllm.schema_keywords import check_cost, check_keywords, enforceable, without_nulls
+from mmvllm.schema_keywords import (
+    MAX_SCHEMAS,
+    check_cost,
+    check_keywords,
+    enforceable,
+    num_schemas,
+    without_nulls,
+)
 from mmvllm.text import shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -164,6 +171,8 @@ def _schema_text(given: Any) -> str:
         raise _wrong("json", f"is {schema!r:.200}, must be a JSON schema that is an object")
     if _depth(schema) > MAX_DEPTH:
         raise _too_deep()
+    if num_schemas(schema) > MAX_SCHEMAS:
+        raise _wrong("json", f"has more than {MAX_SCHEMAS} schemas within it")
     schema = without_nulls(schema)
     try:
         text = _compact(schema)

@@ -125,32 +125,32 @@ def _completions(
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Create a completion for a conversation, whose images and videos are parts `image_url` and `video_url`."""
-        return response(jobs.chat(body, request.state.reservation))
+        return response(await jobs.built(jobs.chat, body, request.state.reservation))
 
     @router.post("/v1/completions", response_model=Completion, responses=STREAMS)
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
-        return response(jobs.completion(body))
+        return response(await jobs.built(jobs.completion, body))
 
     @router.post("/v1/responses", response_model=ResponseObject, responses=STREAMS)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Create a response as OpenAI's Responses API has it."""
-        return response(jobs.response(body, request.state.reservation))
+        return response(await jobs.built(jobs.response, body, request.state.reservation))
 
     @router.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Create a vector for each of several inputs, or for a conversation with images and videos."""
-        return response(jobs.embeddings(body, request.state.reservation))
+        return response(await jobs.built(jobs.embeddings, body, request.state.reservation))
 
     @router.post("/pooling", response_model=PooledList, responses=ERRORS)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """Create embeddings, in vLLM's own form."""
-        return response(jobs.embeddings(body, request.state.reservation))
+        return response(await jobs.built(jobs.embeddings, body, request.state.reservation))
 
     @router.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
     async def invocations(body: Invocation, request: Request) -> Response:
         """Create what a body with `messages`, `prompt` or `input` asks for, at the path that SageMaker calls."""
-        return response(jobs.invocation(body, request.state.reservation))
+        return response(await jobs.built(jobs.invocation, body, request.state.reservation))
 
     return router
 

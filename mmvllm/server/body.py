@@ -27,8 +27,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOGGED: set[str] = set()  # fields that were ignored
 MAX_LOGGED = 100
 MAX_KEYS = 1024  # per object; each unknown key produces an error
-MAX_COMMAS = 2_000_000  # parsed, small items take 30 times their size in memory
+MAX_COMMAS = 1_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
+_LONG_INTEGER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
@@ -124,7 +125,8 @@ def parse(body: bytes) -> Any:
         )
     try:
         text = body.removeprefix(codecs.BOM_UTF8).decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_int, parse_constant=_no_constant)
+        parse_int = _int if _LONG_INTEGER.search(body) else None  # which is slow, and the digits may be of a string
+        value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=_no_constant)
         return with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,11 +50,13 @@ from mmvllm.server.responses_as_chat import (
 )
 from mmvllm.server.responses_request import Item, ItemReference, ResponsesRequest
 from mmvllm.server.settings import ServerSettings
-from mmvllm.server.structured import StructuredField, structured_field
+from mmvllm.server.structured import StructuredField, StructuredFields, structured_field
 from mmvllm.server.tokens import TokenizeChat, TokenizeText
 from mmvllm.server.tools import ToolUse, demands_call, prompt_tools, use_of
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
 
+_BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would make the event loop wait for each of them
+_COSTLY = (*StructuredFields.model_fields, "tools", "text")  # fields whose schemas and grammars are looked into
 MAX_FETCHES = 16
 MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
 
@@ -132,6 +135,12 @@ class JobFactory:
         self._kept_media = MediaStore(settings.max_kept_media_bytes)
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._video_fetches = asyncio.Semaphore(MAX_VIDEO_FETCHES)
+
+    async def built(self, make: Callable[..., CompletionJob], body: Any, *args: Any) -> CompletionJob:
+        """What `make`, a method of the factory, makes of a body; a thread calls it if that may take long."""
+        if not any(getattr(body, name, None) for name in _COSTLY):
+            return make(body, *args)
+        return await asyncio.get_running_loop().run_in_executor(_BUILDING, make, body, *args)
 
     def invocation(self, body: Invocation, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat, for prompts or for embeddings, whichever the body is."""

@@ -21,7 +21,7 @@ class TokenCounter:
 
     async def tokenize(self, body: TokenizeRequest, reservation: ByteReservation) -> TokenizeResponse:
         """The tokens that the engine would be given; what is fetched for them is counted in `reservation`."""
-        prompt = self._jobs.tokens(body, reservation)
+        prompt = await self._jobs.built(self._jobs.tokens, body, reservation)
         request = prompt.request if isinstance(prompt, PromptJob) else prompt
         ids = await self._tokenize(request, lambda error: (str(error), _param_of(prompt, error)))
         texts = self._engine.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -30,7 +30,7 @@ class TokenCounter:
 
     async def count_input(self, body: ResponsesRequest, reservation: ByteReservation) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""
-        job = self._jobs.response(body, reservation)
+        job = await self._jobs.built(self._jobs.response, body, reservation)
         return InputTokens(input_tokens=len(await self._tokenize(job.prompt.request, job.spelled)))
 
     async def _tokenize(

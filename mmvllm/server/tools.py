@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, 
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.template_kwargs import MAX_VALUES
 from mmvllm.processors.tool_calls import END
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_parameters
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.schema_keywords import MAX_SCHEMAS, num_schemas
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, OpenModel, StrictModel, tag_by
 from mmvllm.server.structured import StructuredField
@@ -31,6 +31,7 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
 
 
+MAX_VALUES = 32_768  # of tools, or of the arguments of a template; looking at them takes the event loop 30 ms
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -263,10 +264,12 @@ def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
 
 
 def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
-    functions = (tool["function"] for tool, is_enforced in zip(tools, enforced, strict=True) if is_enforced)
-    schemas = (json.dumps(function.get("parameters"), ensure_ascii=False) for function in functions)
-    if (size := sum(map(len, schemas))) > MAX_CHARACTERS:  # before each of them is looked into
+    schemas = [tool["function"].get("parameters") for tool in compress(tools, enforced)]
+    size = sum(len(json.dumps(schema, ensure_ascii=False)) for schema in schemas)
+    if size > MAX_CHARACTERS:  # before each of them is looked into
         raise ApiError(400, f"tools has {size} characters, at most {MAX_CHARACTERS} are accepted", param="tools")
+    if sum(map(num_schemas, schemas)) > MAX_SCHEMAS:
+        raise ApiError(400, f"the parameters of tools have more than {MAX_SCHEMAS} schemas within them", param="tools")
     for i, tool in enumerate(tools):
         schema = tool["function"].get("parameters") if enforced[i] else None
         field = StructuredField({"json": schema} if schema else {}, {"json": f"tools[{i}].function.parameters"})

@@ -33,6 +33,14 @@ def test_intersections_of_large_expressions_are_refused(terminals):
     assert error.value.param == "structured.grammar"
 
 
+@pytest.mark.parametrize("text", ["b" + " " * 65_000 + "x", "b::" + " " * 65_000, "b [" * 20_000, "b::x " * 13_000])
+def test_a_grammar_is_read_in_linear_time(text):
+    begin = time.process_time()
+    with contextlib.suppress(RequestError):
+        StructuredOutputsParams(grammar=f'start: "<[" ~2\n{text}')
+    assert time.process_time() - begin < 0.5  # and not 4 s
+
+
 def test_a_name_without_digits_is_no_number_of_repetitions(compiler):
     compiler.check(StructuredOutputsParams(grammar="start: A999\nA999: /[a-z]{1,9}/ & ~/x999/ & /.{3}/"))
 
@@ -201,7 +209,7 @@ FATAL = {  # to the process: each overflows llguidance's stack
 
 @pytest.mark.parametrize("given", FATAL.values(), ids=FATAL)
 def test_what_ends_the_process_is_refused(given):
-    reason = "beyond 2\\*\\*53|has to be in \\[-2\\*\\*53|more than 1000 levels deep"
+    reason = "beyond 2\\*\\*53|has to be in \\[-2\\*\\*53|more than 1000 levels deep|more than 2000 schemas"
     with pytest.raises(RequestError, match=reason):
         StructuredOutputsParams(**given)
 

@@ -7,10 +7,23 @@ import time
 
 import pytest
 
+from mmvllm.schema_keywords import MAX_SCHEMAS
 from mmvllm.server import completion_response, embedding_response, response_builder
 from mmvllm.server.completion_response import CompletionResponse
+from mmvllm.server.jobs import JobFactory
 from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
-from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, completion, error_of, user
+from tests.helpers.server import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    RESPONSES,
+    call,
+    chat,
+    completion,
+    error_of,
+    make_app,
+    user,
+)
 
 JSON = {"Content-Type": "application/json"}
 
@@ -90,7 +103,47 @@ MANY = [0] * 100_000
 def test_more_values_than_a_prompt_can_show_are_refused_before_they_are_copied(app, path, body, param):
     answer = call(app, "POST", path, json=body)
     error = error_of(answer)
-    assert (answer.status_code, error["param"]) == (400, param) and "has more than 65536 values" in error["message"]
+    most = 32768 if param in ("tools", "chat_template_kwargs") else 65536
+    assert (answer.status_code, error["param"]) == (400, param) and f"has more than {most} values" in error["message"]
+
+
+PARTS = {"anyOf": [{}] * MAX_SCHEMAS}
+STRICT = [{"type": "function", "function": {"name": name, "parameters": PARTS, "strict": True}} for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "param"),
+    [
+        ({"guided_json": json.dumps(PARTS)}, "guided_json"),
+        ({"response_format": form_of(PARTS)}, "response_format.json_schema.schema"),
+        ({"tools": STRICT[:1]}, "tools"),
+        ({"tools": [one["function"] | {"type": "function"} for one in STRICT]}, "tools"),
+    ],
+    ids=["text", "format", "tool", "tools of a response"],
+)
+def test_more_schemas_than_can_be_looked_into_are_refused(app, keys, param):
+    is_response = "name" in keys.get("tools", [{}])[0]
+    body = {"input": "Hi", **keys} if is_response else chat("Hi", **keys)
+    answer = call(app, "POST", RESPONSES if is_response else CHAT, json=body)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+    assert f"more than {MAX_SCHEMAS} schemas within" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_costly"), [({}, False), ({"guided_json": {"type": "object"}}, True), ({"tools": STRICT}, True)]
+)
+def test_schemas_are_looked_into_beside_the_event_loop(engine, monkeypatch, keys, is_costly):
+    names, make = [], JobFactory.chat
+    monkeypatch.setattr(
+        JobFactory, "chat", lambda *args: (names.append(threading.current_thread().name), make(*args))[1]
+    )
+    call(make_app(engine), "POST", CHAT, json=chat("Hi", max_tokens=1, **keys))
+    assert [name.startswith("mmvllm-build") for name in names] == [is_costly]
+
+
+def test_digits_of_a_text_are_no_integer(app):
+    body = '{"prompt": "' + "7" * 600 + '", "max_tokens": 1}'
+    assert call(app, "POST", COMPLETIONS, content=body, headers=JSON).status_code == 200
 
 
 def test_arguments_of_an_earlier_call_with_many_values_are_not_copied(app):
@@ -176,7 +229,7 @@ def test_allowed_tokens_are_limited(app):
 
 
 def test_tools_that_do_not_fit_are_refused_before_their_schemas_are_read(app):
-    properties = {"n" * 59_000: {"type": "object", "properties": {f"{i:x}": {} for i in range(500)}}}
+    properties = {"n" * 59_000: {"type": "object", "properties": {f"{i:x}": {} for i in range(80)}}}
     tools = [function(f"f{i}", properties=properties) for i in range(128)]
     for tool in tools:
         tool["function"]["strict"] = True
