@@ -1,7 +1,7 @@
 """The HTTP response to a job: whole or streamed, and aborted when the client disconnects."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -130,7 +130,9 @@ class CompletionResponse(Response):
         observe = None if self._job.pooling is not None else self._metrics.observer(self._job.params)
         # The session's work is given up when the client has hung up or the deadline has passed.
         with engine_errors(self._job.spelled), self._decoder.session() as load:
-            async with aclosing(_merged(self._streams(load))) as deltas:
+            # There may be more inputs of embeddings than the engine admits; prompts of completions are few.
+            most = len(self._job.requests) if self._job.pooling is None else self._engine.max_num_seqs
+            async with aclosing(_merged(self._streams(load), len(self._job.requests), most)) as deltas:
                 async for prompt, delta in deltas:
                     _check(delta)
                     choice = prompt * self._job.params.n + delta.index
@@ -141,21 +143,12 @@ class CompletionResponse(Response):
                     self._job.builder.count(delta, self._job.streams)
                     yield choice, delta
 
-    def _streams(self, load: Load) -> list[AsyncGenerator[Delta, None]]:
+    def _streams(self, load: Load) -> Iterator[AsyncGenerator[Delta, None]]:
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        if job.pooling is None:
-            return [self._engine.generate(request, job.params, **keys) for request in job.requests]
-        turns = asyncio.Semaphore(self._engine.max_num_seqs)  # there may be more inputs than the engine admits
-        keys["pooling"] = job.pooling
-        return [_in_turn(turns, self._engine.generate(request, **keys)) for request in job.requests]
-
-
-async def _in_turn(turns: asyncio.Semaphore, stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    async with turns, aclosing(stream):
-        async for delta in stream:
-            yield delta
+        params = job.params if job.pooling is None else None
+        return (self._engine.generate(request, params, pooling=job.pooling, **keys) for request in job.requests)
 
 
 def _check(delta: Delta) -> None:
@@ -163,12 +156,18 @@ def _check(delta: Delta) -> None:
         raise RequestFailed("the request was aborted by the operator")
 
 
-async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index of the stream, delta) of all streams in the order of arrival; the first error ends all of them."""
+async def _merged(
+    streams: Iterator[AsyncGenerator[Delta, None]], number: int, most: int
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(index of the stream, delta) of a number of streams in the order of arrival; the first error ends all of them.
+
+    At most `most` are read at a time, each in a task, since thousands of tasks would keep the event loop busy.
+    """
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(i, stream, queue)) for i, stream in enumerate(streams)]
+    numbered = enumerate(streams)
+    tasks = [asyncio.create_task(_forward_all(numbered, queue)) for _ in range(min(most, number))]
     try:
-        num_open = len(tasks)
+        num_open = number
         while num_open:
             i, item = await queue.get()
             if isinstance(item, Exception):
@@ -182,6 +181,11 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward_all(streams: Iterator[tuple[int, AsyncGenerator[Delta, None]]], queue: asyncio.Queue) -> None:
+    for i, stream in streams:
+        await _forward(i, stream, queue)
 
 
 async def _forward(i: int, stream: AsyncGenerator[Delta, None], queue: asyncio.Queue) -> None:

@@ -1,5 +1,6 @@
 """Bodies that would take long to parse or to answer, or whose response would be as large as the request."""
 
+import asyncio
 import json
 import re
 import threading
@@ -139,6 +140,21 @@ def test_schemas_are_looked_into_beside_the_event_loop(engine, monkeypatch, keys
     )
     call(make_app(engine), "POST", CHAT, json=chat("Hi", max_tokens=1, **keys))
     assert [name.startswith("mmvllm-build") for name in names] == [is_costly]
+
+
+def test_of_many_inputs_few_are_tasks_at_a_time(engine, app, monkeypatch):
+    most, generate = 0, engine.generate
+
+    async def counted(*args, **keys):
+        nonlocal most
+        most = max(most, len(asyncio.all_tasks()))
+        async for delta in generate(*args, **keys):
+            yield delta
+
+    monkeypatch.setattr(engine, "generate", counted)
+    answer = call(app, "POST", EMBEDDINGS, json={"input": ["Hi"] * 300, "dimensions": 2})
+    assert [one["index"] for one in answer.json()["data"]] == [*range(300)]
+    assert 1 < most < engine.max_num_seqs + 20
 
 
 def test_digits_of_a_text_are_no_integer(app):
