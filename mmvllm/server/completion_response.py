@@ -147,8 +147,8 @@ class CompletionResponse(Response):
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        params = job.params if job.pooling is None else None
-        return (self._engine.generate(request, params, pooling=job.pooling, **keys) for request in job.requests)
+        keys["pooling"] = job.pooling
+        return (self._engine.generate(request, job.params, **keys) for request in job.requests)
 
 
 def _check(delta: Delta) -> None:
@@ -184,17 +184,12 @@ async def _merged(
 
 
 async def _forward_all(streams: Iterator[tuple[int, AsyncGenerator[Delta, None]]], queue: asyncio.Queue) -> None:
+    """Put the deltas of each stream into the queue, and then None; or an error, after which no stream is read."""
     for i, stream in streams:
-        await _forward(i, stream, queue)
-
-
-async def _forward(i: int, stream: AsyncGenerator[Delta, None], queue: asyncio.Queue) -> None:
-    """Put the deltas of a stream into the queue, and then its error or None."""
-    try:
-        async with aclosing(stream):
-            async for delta in stream:
-                queue.put_nowait((i, delta))
-    except Exception as error:
-        queue.put_nowait((i, error))
-    else:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    queue.put_nowait((i, delta))
+        except Exception as error:
+            return queue.put_nowait((i, error))
         queue.put_nowait((i, None))
