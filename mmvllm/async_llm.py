@@ -375,8 +375,7 @@ class AsyncLLM:
         if not isinstance(request_id, str):
             raise ParameterError("request_id", request_id, "str or None")
         with self._changed:
-            if request_id in self._streams or not self._has_room():
-                self._end_lost()
+            self._end_lost()
             self._check_room()
             if request_id in self._streams:
                 message = f"request_id {request_id!r} is already in flight"
@@ -391,12 +390,9 @@ class AsyncLLM:
             raise EngineStopped("the engine is shutting down and accepts no more requests")
         if not self._thread.is_up:
             raise EngineUnavailable("no engine is up; they are being started again, try again later")
-        if not self._has_room():
+        if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # bytes are waited for, not refused
             self.num_refused += 1
             raise EngineBusy(len(self._streams), self.admission.max_requests)
-
-    def _has_room(self) -> bool:
-        return self.admission.has_room(len(self._streams), num_waiting_bytes=0)  # bytes are waited for, not refused
 
     @contextmanager
     def _running(

@@ -136,11 +136,17 @@ def _check_text(name: str, value: Any, may_be_empty: bool = False) -> None:
 
 
 def _check_embedded_schemas(grammar: str) -> None:
+    number = 0
     for match in _EMBEDDED.finditer(grammar):
         try:
             schema, _ = json.JSONDecoder().raw_decode(grammar, match.end())
         except (ValueError, RecursionError):  # within a string, or refused when the grammar is compiled
             continue
+        if _depth(schema) > MAX_DEPTH:
+            raise _wrong("grammar", f"has a schema that is nested more than {MAX_DEPTH} deep")
+        number += num_schemas(schema)
+        if number > MAX_SCHEMAS:
+            raise _wrong("grammar", f"has schemas with more than {MAX_SCHEMAS} schemas within them")
         try:
             check_cost(schema)
         except RequestError as error:

@@ -150,9 +150,9 @@ class Handlers:
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
-            session.draft = self._claimed(session, read_paths(paths))
-            media = await self._read(session, session.draft, options)
-            self.sessions.tidy(session)
+            files = session.draft = self._claimed(session, read_paths(paths))
+            media = await self._read(session, files, options)
+            session.forget_files()
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
             return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
@@ -197,8 +197,6 @@ class Handlers:
                 warn(error)
                 yield NOTHING_NEW
                 return
-            finally:
-                session.asked = []
             async with aclosing(self._answer(session, turn, Options(*values))) as views:
                 async for view in views:
                     yield view
@@ -207,8 +205,8 @@ class Handlers:
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         text, paths = read_draft(draft)
-        session.draft = session.asked = self._claimed(session, paths)
-        media = await self._read(session, session.asked, options)
+        files = session.draft = self._claimed(session, paths)
+        media = await self._read(session, files, options)
         question = text.strip()
         if not question and not media:
             raise ValueError("Add a picture or a video, or write a question")

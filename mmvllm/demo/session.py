@@ -62,7 +62,6 @@ class Session:
     # The last images and videos with question and answer, newest first.
     gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
-    asked: list[Path] = field(default_factory=list)  # and of one that was sent, until it is a turn
     known: dict[Path, Uploaded] = field(default_factory=dict)  # files as they were last read
     counting: asyncio.Task | None = None  # finds out the cost of the draft
     # So that no session takes all threads; of images, and of videos, which take longer.
@@ -75,7 +74,12 @@ class Session:
     def files(self) -> set[Path]:
         """The files that may still be shown or asked about."""
         shown = media_in(self.turns) + [one for one, _ in self.gallery]
-        return {one.path for one in shown} | {*self.draft, *self.asked}
+        return {one.path for one in shown} | {*self.draft}
+
+    def forget_files(self) -> None:
+        """Forget what was read of files that can no longer be shown or asked about."""
+        files = self.files
+        self.known = {path: one for path, one in self.known.items() if path in files}
 
     def resume(self, turns: list[Turn]) -> None:
         """Replace the conversation by one that the browser has kept."""
@@ -206,9 +210,8 @@ class Sessions:
 
     def tidy(self, session: Session) -> None:
         """Remove files that can no longer be shown or asked about."""
-        files = session.files
-        self.uploads.release(session.id, keep=files)
-        session.known = {path: one for path, one in session.known.items() if path in files}
+        self.uploads.release(session.id, keep=session.files)
+        session.forget_files()
 
     def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)

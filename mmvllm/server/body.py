@@ -29,7 +29,6 @@ MAX_LOGGED = 100
 MAX_KEYS = 1024  # per object; each unknown key produces an error
 MAX_COMMAS = 1_000_000  # parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
-_LONG_INTEGER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
@@ -125,7 +124,7 @@ def parse(body: bytes) -> Any:
         )
     try:
         text = body.removeprefix(codecs.BOM_UTF8).decode()
-        parse_int = _int if _LONG_INTEGER.search(body) else None  # which is slow, and the digits may be of a string
+        parse_int = _int if _may_have_long_integer(body) else None  # which would be called for each of a million
         value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=_no_constant)
         return with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
     except RecursionError:
@@ -151,6 +150,22 @@ def _reason(error: ValueError) -> str:
     return "it is not valid Unicode" if isinstance(error, UnicodeError) else str(error)
 
 
+def _may_have_long_integer(body: bytes) -> bool:
+    """Whether there may be more than `MAX_DIGITS` digits in a row, with half as many on one side of some byte.
+
+    A regular expression would keep the interpreter's lock for seconds.
+    """
+    half = MAX_DIGITS // 2
+    places = range(0, len(body), MAX_DIGITS + 1)
+    return any(body[max(0, at - half) : at + 1].isdigit() or body[at : at + half + 1].isdigit() for at in places)
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits, at most {MAX_DIGITS} are allowed")
+    return int(text)
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(pairs) > MAX_KEYS:
         raise ApiError(400, f"an object of the body has {len(pairs)} keys, at most {MAX_KEYS} are accepted")
@@ -158,12 +173,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")
     return made
-
-
-def _int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"an integer has {len(text)} digits, at most {MAX_DIGITS} are allowed")
-    return int(text)
 
 
 def _no_constant(name: str) -> None:

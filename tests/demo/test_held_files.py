@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from dataclasses import astuple
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import gradio
 from starlette.formparsers import MultiPartException
 
 from mmvllm.demo import page as page_module
+from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.conversation import Options
 from mmvllm.demo.handlers import NOTHING_NEW, UNCHANGED, Handlers
 from mmvllm.demo.parts import FileParts
@@ -30,7 +32,7 @@ VISITOR = SimpleNamespace(session_hash="one")
 
 @pytest.fixture
 def handlers(tmp_path) -> Handlers:
-    engine = SimpleNamespace(image_config=image_config(), model="x")
+    engine = SimpleNamespace(image_config=image_config(), model="x", takes_videos=False)
     return Handlers(engine, DemoSettings(POLICY), Uploads(tmp_path), [], InProcessDecoder(POLICY))
 
 
@@ -41,7 +43,7 @@ def uploaded(handlers: Handlers, number: int) -> str:
     return str(path)
 
 
-def test_a_session_holds_the_files_of_its_last_draft_only(handlers):
+def test_what_was_read_of_earlier_drafts_is_forgotten(handlers):
     paths = [uploaded(handlers, number) for number in range(5)]
 
     async def visit() -> None:
@@ -49,17 +51,42 @@ def test_a_session_holds_the_files_of_its_last_draft_only(handlers):
             assert "picture tokens" in await handlers.count(VISITOR, json.dumps([path]), *VALUES)
 
     asyncio.run(visit())
-    session = handlers.sessions.get("one")
-    assert [str(path) for path in session.known] == paths[-1:]
-    assert [str(path) for path in handlers.uploads.folder.glob("*/*")] == paths[-1:]
+    assert [str(path) for path in handlers.sessions.get("one").known] == paths[-1:]
+    assert {str(path) for path in handlers.uploads.folder.glob("*/*")} == {*paths}  # until the next answer
 
 
-def test_files_of_a_question_that_was_sent_stay_while_another_is_written(handlers):
-    first, second = (uploaded(handlers, number) for number in range(2))
-    session = handlers.sessions.get("one")
-    session.asked = handlers._claimed(session, [first])
-    asyncio.run(handlers.count(VISITOR, json.dumps([second]), *VALUES))
-    assert {str(path) for path in handlers.uploads.folder.glob("*/*")} == {first, second}
+def test_a_draft_removes_no_file_of_a_conversation_that_is_restored(handlers):
+    paths = [uploaded(handlers, number) for number in range(4)]
+    turns = [{"question": "q", "answer": "a", "note": "", "images": [path]} for path in paths[:3]]
+    read, is_reading = handlers.sessions.read, asyncio.Event()
+
+    async def slowly(session, path, options):
+        is_reading.set()
+        await asyncio.sleep(0.01)
+        return await read(session, path, options)
+
+    async def visit() -> None:
+        handlers.sessions.read = slowly
+        event = gradio.EventData(None, {"turns": turns, "final": True})
+        restoring = asyncio.create_task(handlers.restore(VISITOR, event))
+        await is_reading.wait()
+        for draft in (paths[3:], []):
+            await handlers.count(VISITOR, json.dumps(draft), *VALUES)
+        await restoring
+
+    asyncio.run(visit())
+    kept = [str(one.path) for turn in handlers.sessions.get("one").turns for one in turn.media]
+    assert kept == paths[:3] and all(map(os.path.exists, kept))
+
+
+def test_a_session_holds_a_limited_number_of_files(handlers, monkeypatch):
+    monkeypatch.setattr(uploads_module, "MAX_HELD", 3)
+    paths = [uploaded(handlers, number) for number in range(4)]
+    for path in (*paths[:3], *paths[:3]):
+        handlers.uploads.claim("one", path)
+    with pytest.raises(ValueError, match="too many files; start a new conversation"):
+        handlers.uploads.claim("one", paths[3])
+    handlers.uploads.claim("another", paths[3])
 
 
 def test_more_files_than_a_question_has_are_not_claimed(handlers):

@@ -41,6 +41,20 @@ def test_a_grammar_is_read_in_linear_time(text):
     assert time.process_time() - begin < 0.5  # and not 4 s
 
 
+@pytest.mark.parametrize(
+    ("schemas", "reason"),
+    [
+        (['{"anyOf": [' + "{}," * 2000 + "{}]}"], "more than 2000 schemas within"),
+        (['{"anyOf": [' + "{}," * 60 + "{}]}"] * 40, "more than 2000 schemas within"),
+        (['{"items":' * 40 + "{}" + "}" * 40], "nested more than 32 deep"),
+    ],
+    ids=["one", "together", "deep"],
+)
+def test_schemas_within_a_grammar_have_the_limits_of_others(schemas, reason):
+    with pytest.raises(RequestError, match=reason):
+        StructuredOutputsParams(grammar="start: " + " | ".join(f"%json {schema}" for schema in schemas))
+
+
 def test_a_name_without_digits_is_no_number_of_repetitions(compiler):
     compiler.check(StructuredOutputsParams(grammar="start: A999\nA999: /[a-z]{1,9}/ & ~/x999/ & /.{3}/"))
 

@@ -157,6 +157,14 @@ def test_of_many_inputs_few_are_tasks_at_a_time(engine, app, monkeypatch):
     assert 1 < most < engine.max_num_seqs + 20
 
 
+@pytest.mark.parametrize("place", [0, 1, 250, 499, 500, 501, 502])
+@pytest.mark.parametrize("number", [500, 501])
+def test_a_long_integer_is_found_wherever_it_is(app, place, number):
+    body = " " * place + '{"metadata": ' + "9" * number + ', "messages": []}'
+    answer = call(app, "POST", CHAT, content=body, headers=JSON)
+    assert ("an integer has 501 digits" in answer.text) is (number == 501)
+
+
 def test_digits_of_a_text_are_no_integer(app):
     body = '{"prompt": "' + "7" * 600 + '", "max_tokens": 1}'
     assert call(app, "POST", COMPLETIONS, content=body, headers=JSON).status_code == 200
