@@ -16,7 +16,7 @@ SECONDS = 10.0  # for a template to render messages
 WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})
 
 ROLES = frozenset(("system", "user", "assistant", "tool"))  # which every template is taken to write
-_PROBE = "[message {} is here]"  # added to a message, to find out whether the template writes it
+_PROBE = "4815162342.{}."  # added to a message, to find out whether the template writes it, in capitals or not
 
 _WATCHDOG = Watchdog()
 _PARTS = ({"type": "image"}, {"type": "text", "text": "What is this?"})

@@ -10,7 +10,7 @@ from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
-    AllowedTools,
+    AllowedToolNames,
     CallOutputItem,
     CustomCallItem,
     FunctionCallItem,
@@ -19,8 +19,8 @@ from mmvllm.server.responses_request import (
     InputText,
     Item,
     JsonSchemaFormat,
-    NamedTool,
     ResponsesRequest,
+    ToolName,
 )
 from mmvllm.server.structured import StructuredField
 
@@ -80,11 +80,11 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
         raise ApiError(400, f"{param}: {message}", param=param) from None
 
 
-def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> str | dict | None:
+def _tool_choice(choice: str | ToolName | AllowedToolNames | None) -> str | dict | None:
     """As chats have it: nested."""
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ToolName):
         return {"type": choice.type, choice.type: {"name": choice.name}}
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedToolNames):
         return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": [*map(_tool_choice, choice.tools)]}}
     return choice
 

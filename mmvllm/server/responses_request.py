@@ -166,18 +166,18 @@ class CustomTool(CustomDefinition):
     type: Literal["custom"]
 
 
-class NamedTool(FunctionReference):
+class ToolName(FunctionReference):
     """A choice of one tool as the Responses API has it."""
 
     type: Literal["function", "custom"]
 
 
-class AllowedTools(StrictModel):
+class AllowedToolNames(StrictModel):
     """`tool_choice` as the Responses API has it: without a nested object."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[ToolName], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
 Tool = Annotated[Annotated[FunctionTool, Tag("a function")] | Annotated[CustomTool, Tag("a custom tool")], BY_TOOL_TYPE]
@@ -257,8 +257,8 @@ class ResponsesRequest(SamplingRequest):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("a word")]
-            | Annotated[NamedTool, Tag("a function")]
-            | Annotated[AllowedTools, Tag("allowed tools")],
+            | Annotated[ToolName, Tag("a function")]
+            | Annotated[AllowedToolNames, Tag("allowed tools")],
             by_form({"allowed_tools": "allowed tools"}),
         ]
         | None
