@@ -127,9 +127,11 @@ def _listed(name: str, line: _Line, *own: str | None) -> Item:
     """The item for a line with this name; a path is tried below the list's folder first."""
     if name[:5].lower() == "data:":
         return Item(line.name, line.relative, name, *own)
-    if len(name) > MAX_NAME or "\0" in name:
-        reason = f"is no path or URL: it has {len(name)} characters" if len(name) > MAX_NAME else "has a NUL character"
-        return Item(line.name, line.relative, None, *own, error=reason)
+    if len(name) > MAX_NAME:
+        error = f"is no path or URL: it has {len(name)} characters"
+        return Item(line.name, line.relative, None, *own, error=error)
+    if "\0" in name:
+        return Item(line.name, line.relative, None, *own, error="has a NUL character")
     if URL.match(name):
         return Item(name, relative_of_url(name), name, *own)
     near = os.path.join(line.folder, name)

@@ -150,8 +150,7 @@ class Handlers:
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
-            files = session.draft = self._claimed(session, read_paths(paths))
-            media = await self._read(session, files, options)
+            media = await self._read_draft(session, read_paths(paths), options)
             session.forget_files()
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
@@ -205,8 +204,7 @@ class Handlers:
 
     async def _typed(self, session: Session, event: gr.EventData, draft: dict, options: Options) -> Turn:
         text, paths = read_draft(draft)
-        files = session.draft = self._claimed(session, paths)
-        media = await self._read(session, files, options)
+        media = await self._read_draft(session, paths, options)
         question = text.strip()
         if not question and not media:
             raise ValueError("Add a picture or a video, or write a question")
@@ -231,12 +229,10 @@ class Handlers:
         old = await self._take_back(session, read_index(event))
         return Turn(question, old.media)
 
-    def _claimed(self, session: Session, paths: list[str]) -> list[Path]:
-        """The files of the current question, which are claimed for the session."""
+    async def _read_draft(self, session: Session, paths: list[str], options: Options) -> list[Uploaded]:
+        """Claim the files of the current question for the session and read them."""
         self._check_number(paths)
-        return [self.uploads.claim(session.id, path) for path in paths]
-
-    async def _read(self, session: Session, files: list[Path], options: Options) -> list[Uploaded]:
+        files = session.draft = [self.uploads.claim(session.id, path) for path in paths]
         return [await self.sessions.read(session, file, options.of_clips) for file in files]
 
     def _check_number(self, paths: list[str]) -> None:

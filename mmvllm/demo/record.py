@@ -17,7 +17,7 @@ MAX_TURNS = 500
 MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_NOTE = 1000  # characters, of which each may become six where it is shown; the rest is left out
 MAX_BOXES = 100  # drawn on one image
-MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; those of earlier ones are left out
+MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; the frames of earlier videos are left out
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
 
 
@@ -40,7 +40,7 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
     """JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser has to send.
 
     The files of a turn are under "images", as browsers have kept them since there were images only. Frames of videos
-    are shown where a browser cannot play them, up to `MAX_STRIP_CHARACTERS`. Boxes are those of the last answer that
+    are shown where a browser cannot play them, up to `MAX_STRIP_CHARACTERS`. Boxes come from the last answer that
     has some about the image; the browser does not keep them.
     """
     kept = [

@@ -23,7 +23,7 @@ except ImportError:  # Windows
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 SCAN_PAUSE = 0.1  # seconds between scans of the folder, which take the interpreter from everything else
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
-MAX_HELD = 500  # files of one session: those of its conversation, and of drafts since its last answer
+MAX_HELD = 500  # files of one session: of its conversation, and of drafts since its last answer
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
 PATIENCE_SECONDS = 5.0  # until an upload may be ended because others need its place
 AHEAD_BYTES = 32 * 2**20  # of an upload, which are reserved before they arrive

@@ -51,28 +51,23 @@ class StrictRoute(APIRoute):
     @cached_property
     def fields(self) -> frozenset[str]:
         """The fields that the body of a request may have."""
-        return frozenset(chain.from_iterable(self._fields_by_form.values()))
+        fields_by_form, _ = self._forms
+        return frozenset(chain.from_iterable(fields_by_form.values()))
 
     def fields_of(self, body: dict) -> frozenset[str]:
         """The fields that a body of the same form may have, where there are several."""
-        return self._fields_by_form[self._form_of(body)]
+        fields_by_form, form_of = self._forms
+        return fields_by_form[form_of(body)]
 
     @cached_property
-    def _fields_by_form(self) -> dict[str, frozenset[str]]:
-        kind = self._body_kind
-        if kind is None or isinstance(kind, type):
-            return {"": frozenset() if kind is None else _fields_of(kind)}
-        return {get_args(form)[1].tag: _fields_of(get_args(form)[0]) for form in get_args(get_args(kind)[0])}
-
-    def _form_of(self, body: dict) -> str:
-        kind = self._body_kind
-        return "" if kind is None or isinstance(kind, type) else get_args(kind)[1].discriminator(body)
-
-    @cached_property
-    def _body_kind(self) -> Any:
-        """A model, or an annotated union of models with tags; None without a body."""
+    def _forms(self) -> tuple[dict[str, frozenset[str]], Callable[[dict], str]]:
+        """The fields of each form of body, and what tells the form of one: a union of models has tags for them."""
         body = inspect.signature(self.endpoint).parameters.get("body")
-        return None if body is None else body.annotation
+        if body is None or isinstance(body.annotation, type):
+            return {"": frozenset() if body is None else _fields_of(body.annotation)}, lambda _: ""
+        union, tags = get_args(body.annotation)
+        models = (get_args(form) for form in get_args(union))
+        return {tag.tag: _fields_of(model) for model, tag in models}, tags.discriminator
 
     def get_route_handler(self) -> Callable:
         handler = super().get_route_handler()

@@ -191,5 +191,6 @@ async def _forward_all(streams: Iterator[tuple[int, AsyncGenerator[Delta, None]]
                 async for delta in stream:
                     queue.put_nowait((i, delta))
         except Exception as error:
-            return queue.put_nowait((i, error))
+            queue.put_nowait((i, error))
+            return
         queue.put_nowait((i, None))

@@ -264,19 +264,22 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class _VectorList(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: Usage
+
+
 class Embedding(BaseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str  # base64
 
 
-class EmbeddingList(BaseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class EmbeddingList(_VectorList):
     data: list[Embedding]
-    usage: Usage
 
 
 class PooledVector(BaseModel):
@@ -285,13 +288,8 @@ class PooledVector(BaseModel):
     data: list[float] | str  # base64
 
 
-class PooledList(BaseModel):
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
+class PooledList(_VectorList):
     data: list[PooledVector]
-    usage: Usage
 
 
 class TokenizerInfo(BaseModel):

@@ -31,7 +31,7 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
 
 
-MAX_VALUES = 32_768  # of tools, or of the arguments of a template; looking at them takes the event loop 30 ms
+MAX_VALUES_IN_LOOP = 32_768  # of tools, or of the arguments of a template; looking at them takes the event loop 30 ms
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -129,8 +129,8 @@ def by_form(tags: Mapping[str, str]) -> Discriminator:
 
 def check_size(tools: Any) -> Any:
     """Refuse what would keep the event loop busy: the prompt has to show it, and would not fit."""
-    if has_more_values(tools, MAX_VALUES):
-        raise PydanticCustomError("too_many_values", f"has more than {MAX_VALUES} values")
+    if has_more_values(tools, MAX_VALUES_IN_LOOP):
+        raise PydanticCustomError("too_many_values", f"has more than {MAX_VALUES_IN_LOOP} values")
     return tools
 
 

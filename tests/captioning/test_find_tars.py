@@ -177,7 +177,7 @@ def test_a_header_of_digits_is_not_read_for_minutes(kind, tmp_path):
     "header", [b"2 " * 100_000 + b"x=", b"9 path=a\n2 ", b"99 path=a\n", b"path=a\n", b"12 path.aaaa\n"], ids=len
 )
 def test_records_of_a_header_that_overlap_are_refused(header, tmp_path):
-    """Of each, tarfile would keep all that follows."""
+    """The module tarfile would keep all bytes after each record in memory."""
     member = tarfile.TarInfo("odd")
     member.type, member.size = tarfile.XHDTYPE, len(header)
     tar = make_tar(tmp_path / "s.tar", {"a.png": b"a"})
