@@ -1,5 +1,6 @@
 """Token ids to text while a completion is generated: whole characters, and the stop strings among them."""
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
@@ -21,7 +22,7 @@ class Pieces(dict[int, str | None]):
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         self.skips_special = skips_special
         self._without_text = special_ids(tokenizer) if skips_special else frozenset()
-        self._are_bytes = isinstance(self.backend.decoder, ByteLevel)
+        self.are_bytes = isinstance(self.backend.decoder, ByteLevel)
 
     def __missing__(self, token_id: int) -> str | None:
         # A stream would decode tokens without text again with every token until there is some.
@@ -30,7 +31,7 @@ class Pieces(dict[int, str | None]):
         return text
 
     def _text(self, token_id: int) -> str | None:
-        text = self.backend.decode([token_id], skip_special_tokens=self.skips_special) if self._are_bytes else ""
+        text = self.backend.decode([token_id], skip_special_tokens=self.skips_special) if self.are_bytes else ""
         return text if text and "\ufffd" not in text else None
 
 
@@ -52,7 +53,9 @@ class TokenDecoder:
 
     def __init__(self, pieces: Pieces):
         self._pieces = pieces
-        self._stream: DecodeStream | None = None  # has seen the tokens that have no text of their own
+        # Has seen the tokens that have no text of their own. A `DecodeStream` decodes all tokens since the last whole
+        # character with each token, which takes time quadratic in the length of a text that is not UTF-8.
+        self._stream: IncrementalDecoder | DecodeStream | None = None
         self._is_within_character = False
 
     def decode(self, token_ids: list[int]) -> str:
@@ -69,9 +72,14 @@ class TokenDecoder:
         return piece
 
     def _step_within(self, token_id: int) -> str:
-        self._stream = self._stream or DecodeStream(skip_special_tokens=self._pieces.skips_special)
-        text = self._stream.step(self._pieces.backend, token_id)
-        self._is_within_character = text is None
+        if self._pieces.are_bytes:
+            self._stream = self._stream or getincrementaldecoder("utf-8")(errors="replace")
+            text = self._stream.decode(_bytes_of(self._pieces.backend.id_to_token(token_id)))
+            self._is_within_character = bool(self._stream.getstate()[0])
+        else:
+            self._stream = self._stream or DecodeStream(skip_special_tokens=self._pieces.skips_special)
+            text = self._stream.step(self._pieces.backend, token_id)
+            self._is_within_character = text is None
         return text or ""
 
 
@@ -135,12 +143,15 @@ def special_ids(tokenizer) -> frozenset[int]:
 
 def token_bytes(tokenizer, token_id: int) -> bytes:
     """The UTF-8 bytes that a token of a byte-level vocabulary stands for; they may be part of a character."""
-    token, byte_of = tokenizer.convert_ids_to_tokens(token_id), _byte_of_character()
-    if token is None:  # ids beyond the vocabulary, up to the padded size of the model's head
+    return _bytes_of(tokenizer.convert_ids_to_tokens(token_id))
+
+
+def _bytes_of(token: str | None) -> bytes:
+    """Decode a token as `tokenizers.decoders.ByteLevel` does; None has an id beyond the vocabulary."""
+    if token is None:  # up to the padded size of the model's head
         return b""
-    if token_id in tokenizer.added_tokens_decoder or not all(char in byte_of for char in token):
-        return token.encode()
-    return bytes(byte_of[char] for char in token)
+    byte_of = _byte_of_character()
+    return bytes(map(byte_of.__getitem__, token)) if all(map(byte_of.__contains__, token)) else token.encode()
 
 
 @cache
