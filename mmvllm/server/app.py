@@ -26,6 +26,7 @@ from mmvllm.server.metrics import CountingMiddleware, Metrics
 from mmvllm.server.models import ERRORS, ServedModels, adapters_router, models_router
 from mmvllm.server.paths import TrailingSlashMiddleware
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Invocation, PoolingRequest
+from mmvllm.server.ranking import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 from mmvllm.server.request_id import RequestIdMiddleware
 from mmvllm.server.request_log import RequestLog
 from mmvllm.server.response_store import ResponseStore, not_stored
@@ -146,6 +147,19 @@ def _completions(
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """Create embeddings, in vLLM's own form."""
         return response(await jobs.built(jobs.embeddings, body, request.state.reservation))
+
+    @router.post("/rerank", response_model=RerankResponse, responses=ERRORS)
+    @router.post("/v1/rerank", response_model=RerankResponse, responses=ERRORS)
+    @router.post("/v2/rerank", response_model=RerankResponse, responses=ERRORS)
+    async def rerank(body: RerankRequest) -> Response:
+        """Sort documents by the cosine similarity of their embeddings to that of a query."""
+        return response(await jobs.built(jobs.ranking, body))
+
+    @router.post("/score", response_model=ScoreResponse, responses=ERRORS)
+    @router.post("/v1/score", response_model=ScoreResponse, responses=ERRORS)
+    async def score(body: ScoreRequest) -> Response:
+        """Return the cosine similarity of the embeddings of pairs of texts."""
+        return response(await jobs.built(jobs.ranking, body))
 
     @router.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
     async def invocations(body: Invocation, request: Request) -> Response:

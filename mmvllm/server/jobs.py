@@ -38,6 +38,7 @@ from mmvllm.server.protocol import (
     SamplingRequest,
     StreamOptions,
 )
+from mmvllm.server.ranking import RankingResponseBuilder, RerankRequest, ScoreRequest, TextsRequest
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
 from mmvllm.server.response_store import ResponseStore, not_stored
@@ -87,7 +88,7 @@ class CompletionJob:
 
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
-    builder: ResponseBuilder | ResponseObjectBuilder | EmbeddingResponseBuilder
+    builder: ResponseBuilder | ResponseObjectBuilder | EmbeddingResponseBuilder | RankingResponseBuilder
     described: Callable[[], Any]  # the prompts, for the log
     prompt: PromptJob | None = None  # of a conversation
     structured: StructuredField | None = None
@@ -108,11 +109,11 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def spelled(self, error: ValueError) -> tuple[str, str]:
+    def spelled(self, error: ValueError) -> tuple[str, str | None]:
         """The message of an error of the engine, and the field of the request to which it refers."""
         return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
 
-    def _param_of(self, error: ValueError) -> str:
+    def _param_of(self, error: ValueError) -> str | None:
         if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
             return param
         own = getattr(error, "param", None)
@@ -238,6 +239,16 @@ class JobFactory:
         described = partial(described_prompts, prompts)
         return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
 
+    def ranking(self, body: RerankRequest | ScoreRequest) -> CompletionJob:
+        """A job for the vectors of texts that are compared."""
+        model, keys = self._model(body)
+        (first, queries), (second, documents) = body.sides()
+        requests = [*self._requests(first, queries, body, keys), *self._requests(second, documents, body, keys)]
+        builder = RankingResponseBuilder(model, body, len(queries))
+        described = partial(described_prompts, queries + documents)
+        pooling = PoolingParams(pooling=body.pooling or "last")
+        return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
+
     def prompt(
         self,
         body: ChatPrompt,
@@ -297,7 +308,9 @@ class JobFactory:
             "repeats_usage": always or bool(options.include_usage and options.continuous_usage_stats),
         }
 
-    def _model(self, body: SamplingRequest | EmbeddingRequest | ResponsesRequest) -> tuple[str, dict[str, Any]]:
+    def _model(
+        self, body: SamplingRequest | EmbeddingRequest | ResponsesRequest | TextsRequest
+    ) -> tuple[str, dict[str, Any]]:
         """The name of the model that a request asks for, and keys of the engine's requests."""
         model, adapter = self._models.find(body.model)
         keys = {"priority": body.priority, "lora_request": adapter}
@@ -319,7 +332,7 @@ class JobFactory:
         self,
         param: str,
         prompts: list[str | list[int]],
-        body: CompletionRequest | EmbeddingRequest,
+        body: CompletionRequest | EmbeddingRequest | TextsRequest,
         keys: dict[str, Any],
         room: int = 1,
     ) -> list[Request]:

@@ -1,0 +1,164 @@
+"""Requests and responses of /rerank and /score: texts compared by the cosine similarity of their embeddings."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, Field
+
+from mmvllm.outputs import Delta
+from mmvllm.server.errors import ApiError
+from mmvllm.server.messages import INT64, Ignored, StrictModel, Unsupported
+from mmvllm.server.protocol import (
+    MAX_INPUTS,
+    PRIORITY,
+    TRUNCATION,
+    TRUNCATION_SIDE,
+    Priority,
+    ServedModel,
+    TokenLimit,
+    TruncationSide,
+)
+from mmvllm.server.response_builder import ChoiceBuffer
+from mmvllm.server.responses import OMITTED, Usage
+
+
+def _text_of(given: Any) -> Any:
+    return given["text"] if isinstance(given, dict) and given.keys() == {"text"} else given
+
+
+def _as_list(given: Any) -> Any:
+    return given if isinstance(given, list) else [given]
+
+
+Text = Annotated[str, Field(min_length=1, description='A string, or {"text": "..."}.'), BeforeValidator(_text_of)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+OneOrSeveral = Annotated[Texts, BeforeValidator(_as_list)]
+
+
+class TextsRequest(StrictModel):
+    """The fields that both endpoints share."""
+
+    model: str | None = ServedModel
+    pooling: Literal["last", "mean"] | None = Field(None, description="As for /v1/embeddings.")
+    priority: Priority | None = Field(None, description=PRIORITY)
+    truncate_prompt_tokens: TokenLimit | None = Field(None, description=TRUNCATION)
+    truncation_side: TruncationSide | None = TRUNCATION_SIDE
+    instruction: Unsupported = None
+    max_tokens_per_query: Unsupported = None
+    max_tokens_per_doc: Unsupported = None
+    user: Ignored = None
+    request_id: Ignored = None
+    add_special_tokens: Ignored = None
+
+
+class RerankRequest(TextsRequest):
+    """POST /rerank, in the form of Cohere, Jina and vLLM"""
+
+    query: Text
+    documents: Texts
+    top_n: int | None = Field(None, ge=0, lt=INT64, description="Documents to return. Default, and 0: all.")
+    return_documents: bool | None = Field(None, description="Return the text of each document. Default: true.")
+    rank_fields: Unsupported = None
+    max_chunks_per_doc: Unsupported = None
+
+    def sides(self) -> list[tuple[str, list[str]]]:
+        """The two fields that are compared, with their texts."""
+        return [("query", [self.query]), ("documents", self.documents)]
+
+
+FIRST, SECOND = ("queries", "text_1", "data_1"), ("documents", "items", "text_2", "data_2")
+
+
+class ScoreRequest(TextsRequest):
+    """POST /score, in vLLM's form: the first texts are `queries`, `text_1` or `data_1`, the second ones the others."""
+
+    queries: OneOrSeveral | None = None
+    text_1: OneOrSeveral | None = None
+    data_1: OneOrSeveral | None = None
+    documents: OneOrSeveral | None = None
+    items: OneOrSeveral | None = None
+    text_2: OneOrSeveral | None = None
+    data_2: OneOrSeveral | None = None
+
+    def sides(self) -> list[tuple[str, list[str]]]:
+        """The two fields that are compared, with their texts, as many of each; or one text in the first.
+
+        Raises ApiError unless there is one field of each side, and for other numbers of texts.
+        """
+        (first, queries), (second, documents) = sides = [self._given(FIRST), self._given(SECOND)]
+        if len(queries) not in (1, len(documents)):
+            message = f"{first} must have one text or as many as {second}, {len(documents)}, got {len(queries)}"
+            raise ApiError(400, message, param=first)
+        return sides
+
+    def _given(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        given = [(name, texts) for name in names if (texts := getattr(self, name)) is not None]
+        if len(given) != 1:
+            raise ApiError(400, f"give one of {', '.join(names)}; got {len(given)} of them", param=names[0])
+        return given[0]
+
+
+class RankedDocument(BaseModel):
+    text: str
+
+
+class RankedResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: Annotated[RankedDocument | None, OMITTED]
+
+
+class RerankResponse(BaseModel):
+    id: str
+    model: str
+    results: list[RankedResult]  # the most similar document first
+    usage: Usage
+
+
+class Score(BaseModel):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class RankingResponseBuilder:
+    """Responses of /rerank and /score, whose prompts are the queries, and then the documents; they are not streamed."""
+
+    prompt_field = None  # errors of the engine do not say which text they are about
+
+    def __init__(self, model: str, body: RerankRequest | ScoreRequest, num_queries: int):
+        self.model, self._body, self._num_queries, self.num_values = model, body, num_queries, 0
+
+    def count(self, delta: Delta, _is_streamed: bool) -> None:
+        """Add the numbers of a vector to `num_values`."""
+        if delta.output is not None:
+            self.num_values += delta.output.embedding.size
+
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> RerankResponse | ScoreResponse:
+        """The response, with the similarity of each pair."""
+        vectors = np.stack([choice.output.embedding for choice in choices])  # of length 1
+        queries, documents = np.split(vectors, [self._num_queries])
+        scores = (queries * documents).sum(axis=1).tolist()
+        if isinstance(self._body, RerankRequest):
+            results = self._results(scores, self._body)
+            return RerankResponse(id=f"rerank-{uuid.uuid4().hex}", model=self.model, results=results, usage=usage)
+        data = [Score(index=i, score=score) for i, score in enumerate(scores)]
+        head = {"id": f"score-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        return ScoreResponse(**head, data=data, usage=usage)
+
+    def _results(self, scores: Sequence[float], body: RerankRequest) -> list[RankedResult]:
+        most_similar = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
+        shown = {} if body.return_documents is False else {i: {"text": body.documents[i]} for i in most_similar}
+        return [RankedResult(index=i, relevance_score=scores[i], document=shown.get(i)) for i in most_similar]
