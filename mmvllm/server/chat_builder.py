@@ -28,15 +28,17 @@ class ChatResponseBuilder(ResponseBuilder):
         self,
         *args: Any,
         use: ToolUse,
+        calls_functions: bool = False,
         boxes: bool | Literal["stored"] | None = None,
         echoed: str = "",
     ):
-        """`use` says which calls are looked for in completions. With `boxes`, each choice has the boxes that the model
+        """`use` says which calls are looked for in completions; `calls_functions` shows the only one in the form that
+        it had before there were tools. With `boxes`, each choice has the boxes that the model
         wrote: "stored" in pixels of the image as it is stored. The content of each choice begins with `echoed`. Others
         are as of the base.
         """
         super().__init__(*args)
-        self._use, self._with_boxes, self._echoed = use, boxes, echoed
+        self._use, self._calls_functions, self._with_boxes, self._echoed = use, calls_functions, boxes, echoed
         self._readers: dict[int, CallReader] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
@@ -48,7 +50,9 @@ class ChatResponseBuilder(ResponseBuilder):
     def _choice(self, choice: ChoiceBuffer) -> dict:
         text, message = "".join(choice.text), {"role": "assistant"}
         content, calls = CallReader(self._use).read(text)
-        if calls:
+        if calls and self._calls_functions:
+            message["function_call"] = _called(calls[0])["function"]
+        elif calls:
             message["tool_calls"] = [{"id": call_id(), **_called(call)} for call in calls]
         content = self._echoed + content
         shown = self._logprobs(choice.logprobs)
@@ -58,7 +62,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "index": choice.index,
             "message": message | {"content": content or None if calls else content},
             "logprobs": shown,
-            "finish_reason": _reason(choice.finish_reason, bool(calls)),
+            "finish_reason": self._reason(choice.finish_reason, bool(calls)),
             "stop_reason": self._stop_reason(choice.stop_reason),
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
@@ -77,7 +81,7 @@ class ChatResponseBuilder(ResponseBuilder):
         """The chunks for the new tokens of one choice: none while their text may belong to the mark of a call."""
         parts, has_calls = self._parts(index, delta)
         others = {"logprobs": self._logprobs(delta.logprobs or []), **self._token_ids(delta.token_ids)}
-        reason = _reason(FINISH_REASONS[delta.finish_reason], has_calls)
+        reason = self._reason(FINISH_REASONS[delta.finish_reason], has_calls)
         if not parts and reason is None and not any(others.values()):
             return []
         *first, last = parts or [{}]
@@ -99,8 +103,23 @@ class ChatResponseBuilder(ResponseBuilder):
             self._readers[index] = CallReader(self._use)
         reader = self._readers[index]
         pieces = reader.feed(delta.text, is_last=delta.finish_reason is not None)
-        parts = [{"content": one} if isinstance(one, str) else {"tool_calls": [_call_part(one)]} for one in pieces]
+        parts = [{"content": one} if isinstance(one, str) else self._call_part(one) for one in pieces]
         return parts, reader.has_calls
+
+    def _call_part(self, piece: CallPiece | CustomCall) -> dict:
+        """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
+        if piece.name is None:
+            called, head = {"function": {"arguments": piece.arguments}}, {}
+        else:
+            called, head = _called(piece), {"id": call_id()}
+        if self._calls_functions:
+            return {"function_call": called["function"]}
+        return {"tool_calls": [{"index": piece.index, **head, **called}]}
+
+    def _reason(self, finish_reason: str | None, has_calls: bool) -> str | None:
+        if not has_calls or finish_reason != "stop":
+            return finish_reason
+        return "function_call" if self._calls_functions else "tool_calls"
 
     def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
         """The field of a whole choice that only mmvllm has, if the request asks for it."""
@@ -120,14 +139,3 @@ def _called(call: CallPiece | FunctionCall | CustomCall) -> dict:
     if isinstance(call, CustomCall):
         return {"type": "custom", "custom": {"name": call.name, "input": call.input}}
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _call_part(piece: CallPiece | CustomCall) -> dict:
-    """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, "id": call_id(), **_called(piece)}
-
-
-def _reason(finish_reason: str | None, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and finish_reason == "stop" else finish_reason

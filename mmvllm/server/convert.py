@@ -12,7 +12,7 @@ from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.embedding_response import VectorEncoding
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import (
-    HistoryCall,
+    CalledFunction,
     HistoryMessage,
     ImagePart,
     ImageSizes,
@@ -45,6 +45,7 @@ PARAMS_OF_BOTH_APIS = (
     *("skip_special_tokens", "include_stop_str_in_output"),
     *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
+_ROLES = {"developer": "system", "function": "tool"}  # the names that templates know
 OPTIONS_OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 # The engine's default is greedy. The other defaults are the same in both APIs.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
@@ -191,7 +192,7 @@ def _reasoning_kwargs(body: ChatPrompt) -> dict[str, Any]:
 def texts_of(body: ChatPrompt) -> Iterator[str]:
     """All texts of a conversation."""
     for message in body.messages:
-        yield from (call.function.arguments for call in _calls_of(message) if isinstance(call.function.arguments, str))
+        yield from (one.arguments for one in _functions_called(message) if isinstance(one.arguments, str))
         content = _content_of(message)
         if isinstance(content, str):
             yield content
@@ -209,8 +210,8 @@ def echoed_text(body: ChatRequest) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content if isinstance(part, TextPart))
 
 
-def _calls_of(message: InputMessage) -> Sequence[HistoryCall]:
-    return (message.tool_calls or ()) if isinstance(message, HistoryMessage) else ()
+def _functions_called(message: InputMessage) -> Sequence[CalledFunction]:
+    return message.functions_called if isinstance(message, HistoryMessage) else ()
 
 
 def _content_of(message: InputMessage) -> str | Sequence[Part]:
@@ -218,9 +219,9 @@ def _content_of(message: InputMessage) -> str | Sequence[Part]:
 
 
 def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dict:
-    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-    if calls := _calls_of(message):
-        functions = ({"name": call.function.name, "arguments": call.function.arguments} for call in calls)
+    made: dict[str, Any] = {"role": _ROLES.get(message.role, message.role)}
+    if called := _functions_called(message):
+        functions = ({"name": function.name, "arguments": function.arguments} for function in called)
         made["tool_calls"] = [{"function": function} for function in functions]
     content = _content_of(message)
     if not isinstance(content, str):

@@ -158,6 +158,7 @@ class JobFactory:
         shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         boxes = body.mmvllm.boxes if body.mmvllm else None
         options = {"use": use, "boxes": boxes, "echoed": convert.echoed_text(body)}
+        options["calls_functions"] = bool(body.functions)
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         described = partial(described_chat, body)

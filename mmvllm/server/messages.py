@@ -309,9 +309,9 @@ class InputMessage(OpenModel):
 
 
 class ToolMessage(InputMessage):
-    """The result of a call."""
+    """The result of a call; before there were tools, the role was "function"."""
 
-    role: Literal["tool"]
+    role: Literal["tool", "function"]
     content: str | PartsOfHistory | None = None
     tool_call_id: str | None = None
 
@@ -361,6 +361,13 @@ class HistoryMessage(InputMessage):
     refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
     tool_calls: Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    function_call: CalledFunction | None = Field(None, description="The older form of a single call.")
+
+    @property
+    def functions_called(self) -> Sequence[CalledFunction]:
+        if self.tool_calls:
+            return [call.function for call in self.tool_calls]
+        return [] if self.function_call is None else [self.function_call]
 
 
 def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
@@ -375,5 +382,11 @@ Message = Annotated[
     Annotated[InputMessage, Tag("input message")]
     | Annotated[HistoryMessage, Tag("history message")]
     | Annotated[ToolMessage, Tag("tool message")],
-    Discriminator(tag_by("role", {"assistant": "history message", "tool": "tool message"}, "input message")),
+    Discriminator(
+        tag_by(
+            "role",
+            {"assistant": "history message", **dict.fromkeys(("tool", "function"), "tool message")},
+            "input message",
+        )
+    ),
 ]

@@ -32,7 +32,7 @@ class RequestTimes(BaseModel):
 
 
 OMITTED = Field(None, exclude_if=lambda value: value is None)  # where there is none
-FinishReason = Literal["stop", "length", "tool_calls", "repetition"]  # "repetition" as in vLLM, on request
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "repetition"]  # the last as in vLLM, on request
 StopReason = str | int | None  # the stop string or token that ended a choice, as in vLLM
 
 
@@ -86,6 +86,7 @@ class ResponseMessage(BaseModel):
     content: str | None
     refusal: None = None
     tool_calls: Annotated[list[ToolCall | CustomToolCall] | None, OMITTED]
+    function_call: Annotated[CallOfFunction | None, OMITTED]
 
 
 class BoxEntry(BaseModel):

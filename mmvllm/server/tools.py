@@ -137,6 +137,9 @@ def check_size(tools: Any) -> Any:
 Tool = Annotated[
     Annotated[ToolDefinition, Tag("a function")] | Annotated[CustomToolDefinition, Tag("a custom tool")], BY_TOOL_TYPE
 ]
+Functions = Annotated[
+    list[FunctionDefinition], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)
+]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), BeforeValidator(check_size)]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]

@@ -219,7 +219,6 @@ LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
         ({"tools": [COUNT], "tool_choice": NAMED_COUNT, "min_tokens": 2}, "min_tokens", "contradicts tools"),
         ({"tools": [tool("f", True, **LONG), tool("g", True, **LONG)]}, "tools", "at most 65536 are accepted"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, f"{CALLS}[0].function", "is missing"),
-        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_field(app, keys, param, words):

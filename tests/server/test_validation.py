@@ -143,7 +143,7 @@ def nested(depth: int) -> list:
             "needs a type, which must be 'text', 'image_url' or 'video_url'",
         ),
         (
-            chat(messages=[ASSISTANT | {"function_call": {"a": 1}}, user("Hi")]),
+            chat(messages=[user("Hi") | {"function_call": {"a": 1}}]),
             "messages[0].function_call",
             "not supported",
         ),
@@ -341,10 +341,10 @@ def test_another_content_type_than_json_is_a_415(app, kind):
 
 
 def test_unknown_paths_and_methods_return_openai_errors(app):
-    answer = call(app, "GET", "/v1/rerank")
+    answer = call(app, "GET", "/v1/moderations")
     assert (answer.status_code, error_of(answer)["message"]) == (
         404,
-        "/v1/rerank does not exist; /openapi.json describes the routes",
+        "/v1/moderations does not exist; /openapi.json describes the routes",
     )
     answer = call(app, "GET", CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

@@ -1,0 +1,92 @@
+"""`functions` and `function_call`, the form that tools had before in OpenAI's chats."""
+
+import pytest
+
+from tests.helpers.server import CHAT, TOKENIZE, answered, call, chat, error_of, user
+from tests.helpers.tools import CALL, COUNT, FIND
+
+FUNCTIONS = [COUNT["function"], FIND["function"]]
+CALLED = {"name": "count", "arguments": '{"shape": "star", "most": 5}'}
+
+
+@pytest.fixture(scope="module")
+def engine(engine_without_limit):
+    return engine_without_limit
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_the_call_is_in_the_field_of_this_form(choice, client, writes):
+    writes(f"I look.\n{CALL}")
+    asked = chat("Go", functions=FUNCTIONS) | ({} if choice is None else {"function_call": choice})
+    [made] = client.chat.completions.create(**asked).choices
+    assert made.message.function_call.model_dump() == CALLED
+    assert (made.message.content, made.message.tool_calls, made.finish_reason) == ("I look.", None, "function_call")
+    chunks = [*client.chat.completions.create(**asked, stream=True)]
+    deltas = [one.delta for chunk in chunks for one in chunk.choices]
+    called = [delta.function_call for delta in deltas if delta.function_call]
+    assert [one.name for one in called] == ["count"] + [None] * (len(called) - 1)
+    assert "".join(one.arguments or "" for one in called) == CALLED["arguments"]
+    assert not any(delta.tool_calls for delta in deltas)
+    assert [one.finish_reason for one in chunks[-1].choices] == ["function_call"]
+
+
+def test_a_named_function_is_called_once(app):
+    asked = chat("Go", functions=FUNCTIONS, function_call={"name": "count"}, max_tokens=200, temperature=0)
+    [made] = answered(app, CHAT, asked)["choices"]
+    assert made["message"]["function_call"]["name"] == "count" and "tool_calls" not in made["message"]
+    assert made["finish_reason"] in ("function_call", "length")
+
+
+def test_at_most_one_function_is_called(app, engine, monkeypatch):
+    """The completion ends with the first call, as with `parallel_tool_calls: false`."""
+    seen, generate = [], engine.generate
+    monkeypatch.setattr(
+        engine, "generate", lambda made, params, **keys: seen.append(params) or generate(made, params, **keys)
+    )
+    answered(app, CHAT, chat("Go", functions=FUNCTIONS))
+    answered(app, CHAT, chat("Go", tools=[COUNT, FIND], parallel_tool_calls=False))
+    answered(app, CHAT, chat("Go", tools=[COUNT, FIND]))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_no_function_is_called_with_none(client, writes):
+    writes(CALL)
+    [made] = client.chat.completions.create(**chat("Go", functions=FUNCTIONS, function_call="none")).choices
+    assert (made.message.content, made.message.function_call, made.finish_reason) == (CALL, None, "stop")
+
+
+def test_a_history_of_this_form_is_that_of_tools(app):
+    head = [user("Go"), {"role": "assistant", "content": None}]
+    older = [head[0], head[1] | {"function_call": CALLED}, {"role": "function", "name": "count", "content": "5"}]
+    newer = [
+        head[0],
+        head[1] | {"tool_calls": [{"id": "a", "type": "function", "function": CALLED}]},
+        {"role": "tool", "tool_call_id": "a", "content": "5"},
+    ]
+    first, second = (answered(app, TOKENIZE, {"messages": one, "tools": [COUNT]})["tokens"] for one in (older, newer))
+    assert first == second
+    counts = [
+        answered(app, CHAT, {"messages": one, "max_tokens": 1, **keys})["usage"]["prompt_tokens"]
+        for one, keys in ((older, {"functions": [COUNT["function"]]}), (newer, {"tools": [COUNT]}))
+    ]
+    assert counts == [len(first)] * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "param", "words"),
+    [
+        ({"functions": [{"name": "a b"}]}, "functions[0].name", "match pattern"),
+        ({"functions": [COUNT]}, "functions[0].name", "is missing"),
+        ({"functions": [{"name": "f", "args": {"a": 1}}]}, "functions[0].args", "does not belong here"),
+        ({"functions": [{"name": "f"}] * 129}, "functions", "at most 128 items"),
+        ({"functions": FUNCTIONS, "tools": [COUNT]}, None, "exclude tools"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, None, "exclude tools"),
+        ({"function_call": {"name": "f"}}, None, "needs functions"),
+        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "'none' or 'auto'"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call.name", "is missing"),
+    ],
+)
+def test_an_error_names_the_field(app, keys, param, words):
+    answer = call(app, "POST", CHAT, json=chat("Hi", **keys))
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
+    assert words in answer.text
