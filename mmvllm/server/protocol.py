@@ -60,6 +60,14 @@ def _check_token_limit(value: int) -> int:
     return value
 
 
+def _with_whole_ids(ids: Any) -> Any:
+    """Token ids that are written as 5.0, which is an integer in JSON, as integers."""
+    if not isinstance(ids, list) or float not in set(map(type, ids)):
+        return ids
+    return [int(one) if isinstance(one, float) and one.is_integer() else one for one in ids]
+
+
+_WHOLE_IDS = BeforeValidator(_with_whole_ids)
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -83,8 +91,10 @@ TRUNCATION_SIDE = Field(None, description="left (default) keeps the end of a pro
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
-LogprobTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
-AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
+LogprobTokenIds = Annotated[
+    list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS), _WHOLE_IDS
+]
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS), _WHOLE_IDS]
 JsonTokenId = Annotated[str, Field(pattern=f"^{_TOKEN_ID.pattern}$")]  # as a key of an object
 LogitBias = Annotated[
     dict[JsonTokenId | TokenId, Annotated[float, Field(ge=-100, le=100)]],
@@ -92,8 +102,8 @@ LogitBias = Annotated[
     BeforeValidator(_check_bias_keys),
 ]
 BadWordList = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
-StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
-PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+StopTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS), _WHOLE_IDS]
+PromptTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1), _WHOLE_IDS]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateKwargs = Annotated[dict[str, Any], BeforeValidator(check_size), AfterValidator(_check_template_kwargs)]
 
@@ -340,7 +350,7 @@ def _prompt_tag(prompt: Any) -> str:
     """The shape that the client meant, so that the error refers to that one."""
     if not isinstance(prompt, list):
         return "a string"
-    tags = {int: "token ids", list: "lists of ids"}
+    tags = {int: "token ids", float: "token ids", list: "lists of ids"}
     return tags.get(type(prompt[0]), "strings") if prompt else "strings"
 
 

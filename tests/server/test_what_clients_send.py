@@ -210,6 +210,32 @@ def test_numbers_as_other_servers_take_them(app, given, plain):
     assert answers[0]["choices"] == answers[1]["choices"]
 
 
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("prompt", [5, 6, 7]),
+        ("prompt", [[5, 6], [7]]),
+        ("stop_token_ids", [7, 8]),
+        ("allowed_token_ids", [5, 6]),
+        ("logprob_token_ids", [5, 6]),
+    ],
+)
+def test_ids_in_lists_may_be_written_as_other_numbers(app, name, ids):
+    """5.0 is an integer in JSON, also beside 5; 5.5 is none."""
+
+    def body(convert) -> dict:
+        given = [[*map(convert, one)] if isinstance(one, list) else convert(one) for one in ids]
+        return {"model": "bundled", "prompt": "Hi", "max_tokens": 2, "temperature": 0, "logprobs": 0} | {name: given}
+
+    def written(convert) -> list[tuple]:
+        choices = answered(app, COMPLETIONS, body(convert))["choices"]
+        return [(one["text"], [[*likely] for likely in one["logprobs"]["top_logprobs"]]) for one in choices]
+
+    assert written(float) == written(lambda one: float(one) if one % 2 else one) == written(int)
+    answer = call(app, "POST", COMPLETIONS, json=body(lambda one: one + 0.5))
+    assert answer.status_code == 400 and error_of(answer)["param"].startswith(name), answer.text
+
+
 def test_a_completion_and_a_response_without_a_limit(app):
     answered(app, COMPLETIONS, completion(max_tokens=-1))
     answered(app, RESPONSES, {"model": "bundled", "input": "Hi", "max_output_tokens": -1})
