@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from mmvllm.engine import boxes
 from mmvllm.engine.boxes import BoxReader, Written, objects_in, spans_in
 from mmvllm.grounding import Box, BoxFormat, ImageGeometry, Point
 from mmvllm.inputs import MediaItem
@@ -124,6 +125,32 @@ def test_hostile_texts_are_read_in_linear_time(piece):
     """These would take minutes in quadratic time."""
     for text in (piece * 20_000, "<|box_start|>" + piece * 20_000 + "<|box_end|>"):
         assert [*objects_in(text)] == [] and len([*spans_in(text)]) <= 1
+
+
+BOX = '{"bbox_2d": [1, 2, 3, 4]}'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"a":[' * 300 + '"', "x" * 100_000),
+        ('{"a":[' * 300, "{}," * 30_000),
+        ('{"a":[' * 2000, "{}," * 30_000),
+        ('{"a":[' * 300, "1" * 100_000),
+    ],
+)
+def test_what_is_parsed_in_vain_is_bounded_however_it_fails(before, after, monkeypatch):
+    """Each place that begins an object may cost a walk through the rest of the text, and the parser is fast."""
+    monkeypatch.setattr(boxes, "MAX_WASTED", 0)  # leaves four times the text
+    calls, decode = [], json.JSONDecoder.raw_decode
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", lambda *args: calls.append(args[2]) or decode(*args))
+    assert [*objects_in(before + after)] == [] and len(calls) <= 5
+    assert len([*objects_in(f"{BOX} {{cut")]) == 1
+
+
+def test_boxes_may_be_nested_deeply():
+    text = f'{BOX[:-1]}, "in": ' * 400 + f"[{BOX}, {BOX}]" + "}" * 400
+    assert len([*objects_in(text)]) == 402
 
 
 PIECES = st.sampled_from(
