@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from collections import Counter
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from typing import Protocol
@@ -44,6 +43,8 @@ HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as 
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 JOIN = "queue/join"
 EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
+# What gradio gets of a query: one value, since gradio would take the last of several.
+QUERIES = {"queue/data": "session_hash", "upload": "upload_id", "upload_progress": "upload_id"}
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
 MAX_LOGIN_BYTES = 2**14  # gradio decodes a login as its sender asks for, by codecs that take the square of its size
@@ -94,7 +95,7 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
-        self._streams: Counter[str] = Counter()  # open responses with results, by session
+        self._streams: dict[str, asyncio.Task] = {}  # open responses with results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,11 +107,12 @@ class DemoRouteFilter:
         num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else content_length(scope)
         if (refusal := self._refusal(scope, route, num_bytes)) is not None:
             return await refusal(scope, receive, send)
-        if not route:
-            scope = {**scope, "query_string": b""}  # gradio's own, of which some values make it fail
+        value = _query(scope, QUERIES[route]) if route in QUERIES else ""
+        is_plain = SESSION.fullmatch(value) is not None
+        scope = {**scope, "query_string": f"{QUERIES[route]}={value}".encode() if is_plain else b""}
         with suppress(ClientDisconnect):  # a client that disconnects while sending is not an error
             if route == "upload":
-                await self._upload(num_bytes, scope, receive, send)
+                await self._upload(value, num_bytes, scope, receive, send)
             elif route.startswith(HEARTBEAT):
                 if self._sessions.num_open_tabs >= MAX_SESSIONS:
                     return await PlainTextResponse("Too many pages are open; close some", 429)(scope, receive, send)
@@ -119,9 +121,9 @@ class DemoRouteFilter:
             elif scope["method"] == "POST":
                 await self._post(route, scope, receive, send)
             elif route == "queue/data":
-                await self._unread(scope, receive, send)
+                await self._unread(value, scope, receive, send)
             elif route == "upload_progress":
-                await self._progress(scope, receive, send)
+                await self._progress(value, scope, receive, send)
             elif not route or route == "info":
                 await self._pages.respond(self.app, scope, receive, send)
             else:
@@ -183,12 +185,17 @@ class DemoRouteFilter:
             return await self._joins.respond(self.app, scope, replay, send)
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
 
-    async def _unread(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The results of a session's events; gradio's response of one that it does not know would never be complete."""
-        session = _query(scope, "session_hash")
+    async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """The results of a session's events; gradio's response of one that it does not know would never be complete.
+
+        A browser reads one response at a time. Of several, gradio would keep a task for good when they end together.
+        """
+        while (older := self._streams.get(session)) is not None:
+            older.cancel()
+            await asyncio.wait([older])
+        unknown = Response(UNKNOWN_SESSION, media_type="text/event-stream")
         if not self._results.has_results(session):
-            response = Response(UNKNOWN_SESSION, media_type="text/event-stream")
-            return await response(scope, receive, send)
+            return await unknown(scope, receive, send)
         has_started = False
 
         async def send_and_note(message: Message) -> None:
@@ -196,15 +203,19 @@ class DemoRouteFilter:
             has_started = True
             await send(message)
 
-        self._streams[session] += 1
+        responding = self._streams[session] = asyncio.create_task(self.app(scope, receive, send_and_note))
+        responding.add_done_callback(lambda _: self._streams.pop(session))
         try:
-            await self.app(scope, receive, send_and_note)
-        except Exception:  # of a session that was forgotten meanwhile; the browser has been told
-            if not has_started:
-                raise
-            await send({"type": "http.response.body", "body": b""})
+            await asyncio.wait([responding])
         finally:
-            self._streams -= Counter([session])  # which drops counts of 0
+            responding.cancel()
+        error = None if responding.cancelled() else responding.exception()
+        if error is not None and not has_started:
+            raise error
+        if error is not None:  # of a session that was forgotten meanwhile; the browser has been told
+            await send({"type": "http.response.body", "body": b""})
+        elif responding.cancelled():  # by a later response
+            await (send({"type": "http.response.body", "body": b""}) if has_started else unknown(scope, receive, send))
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
@@ -271,24 +282,20 @@ class DemoRouteFilter:
         if not is_complete:
             await send({"type": "http.response.body", "body": b""})
 
-    async def _progress(self, scope: Scope, receive: Receive, send: Send) -> None:
-        upload_id = _query(scope, "upload_id")
-        if SESSION.fullmatch(upload_id) is None:
+    async def _progress(self, upload_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["query_string"]:
             return await PlainTextResponse("There is nothing here", 404)(scope, receive, send)
         try:
             await self.app(scope, receive, send)
         finally:
             self._results.forget_upload(upload_id)
 
-    async def _upload(self, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _upload(self, upload_id: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             parts = FileParts(Headers(scope=scope).get("content-type", ""), self._settings.max_files)
         except ValueError as error:
             return await PlainTextResponse(str(error), 400)(scope, receive, send)
 
-        upload_id = _query(scope, "upload_id")
-        if SESSION.fullmatch(upload_id) is None:
-            scope = {**scope, "query_string": b""}
         with self._uploads.incoming(num_bytes, parts) as upload:
             if await self._uploads.has_room():
                 try:

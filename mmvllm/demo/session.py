@@ -265,19 +265,22 @@ class Sessions:
 
     def _check_length(self, session: Session, options: Options) -> None:
         """Raise ValueError, before anything is decoded, for media that alone exceed the model's context."""
-        counts = self.counts(media_in(session.turns), options)
-        if sum(counts.images) + sum(counts.videos) >= self.engine.max_model_len:
-            raise ValueError(TOO_MUCH)
+        left = self.engine.max_model_len
+        for one in media_in(session.turns):  # no more than fit: a conversation may name hundreds
+            left -= self._num_tokens(one, options)
+            if left <= 0:
+                raise ValueError(TOO_MUCH)
 
     def counts(self, media: list[Uploaded], options: Options) -> TokenCounts:
         """The tokens of images and videos; raises ValueError for options that cannot be."""
-        config, bounds = self.engine.image_config, options.pixel_bounds
-        images = [one for one in media if isinstance(one, UploadedImage)]
-        videos = [one for one in media if isinstance(one, UploadedVideo)]
-        return TokenCounts(
-            [image.num_tokens(config, *bounds) for image in images],
-            [self.clips.num_tokens(video.info, options.of_clips) for video in videos],
-        )
+        images = [self._num_tokens(one, options) for one in media if isinstance(one, UploadedImage)]
+        videos = [self._num_tokens(one, options) for one in media if isinstance(one, UploadedVideo)]
+        return TokenCounts(images, videos)
+
+    def _num_tokens(self, one: Uploaded, options: Options) -> int:
+        if isinstance(one, UploadedVideo):
+            return self.clips.num_tokens(one.info, options.of_clips)
+        return one.num_tokens(self.engine.image_config, *options.pixel_bounds)
 
     async def read(self, session: Session, path: Path, options: ClipOptions) -> Uploaded:
         """A file of the session; raises UploadError if it cannot be used.

@@ -3,7 +3,7 @@
 import mimetypes
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mmvllm.async_llm import AsyncLLM
 
 SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.VIDEO_CONTAINERS`
+MAX_TIMESTAMPS = 2**14  # whose tokens are remembered: the videos of a conversation are counted with each question
 TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
 # By which gradio knows a video; not every system knows these.
 mimetypes.add_type("video/mp4", ".m4v")
@@ -58,12 +59,8 @@ class ClipRules:
     @classmethod
     def of(cls, engine: "AsyncLLM") -> "ClipRules":
         tokenizer = deepcopy(engine.tokenizer)  # threads that prepare requests use the engine's
-        return cls(
-            engine.video_config,
-            engine.media_rules,
-            engine.max_model_len,
-            partial(tokenize, tokenizer),
-        )
+        encode = lru_cache(MAX_TIMESTAMPS)(partial(tokenize, tokenizer))
+        return cls(engine.video_config, engine.media_rules, engine.max_model_len, encode)
 
     def part_keys(self, options: ClipOptions) -> dict[str, Any]:
         """Keys of a video's part of a message; raises ParameterError for values that the controls do not allow.

@@ -24,6 +24,7 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.media import MediaPolicy
 
 UPLOAD = "/gradio_api/upload"
+QUERY = b"page=/&deep_link=%ff"
 
 
 async def app(scope, receive, send):
@@ -47,7 +48,7 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
 
 
 def messages(
-    route_filter: DemoRouteFilter, path: str, method: str = "POST", receive=None, page=None, **headers
+    route_filter: DemoRouteFilter, path: str, method="POST", receive=None, page=None, query=QUERY, **headers
 ) -> list[dict]:
     """The messages of the response."""
     sent = []
@@ -60,7 +61,7 @@ def messages(
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": page}
     receive = receive or body_of("")
-    asyncio.run(route_filter(scope | {"query_string": b"page=/&deep_link=%ff"}, receive, send))
+    asyncio.run(route_filter(scope | {"query_string": query}, receive, send))
     return sent
 
 
@@ -182,9 +183,67 @@ def test_gradio_gets_no_query_but_of_its_routes(route_filter, path):
         await app(scope, receive, send)
 
     route_filter.app = noting
-    status(route_filter, path, "GET")
-    status(route_filter, "/gradio_api/queue/data", "GET")
-    assert seen == [b"", b"page=/&deep_link=%ff"]
+    for route in (path, "/gradio_api/info", "/gradio_api/theme.css", "/gradio_api/queue/data"):
+        status(route_filter, route, "GET")
+    assert seen == [b""] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("upload", "upload_id"), ("upload_progress", "upload_id"), ("queue/data", "session_hash")],
+)
+@pytest.mark.parametrize("others", ["&{}=other", "&{}=%s" % ("x" * 9000), "&page=/", "&a=b&{}=%ff"])
+def test_gradio_gets_the_value_that_was_checked(path, name, others, route_filter):
+    """Of several values of a name it takes the last one."""
+    seen = []
+
+    async def noting(scope, receive, send):
+        seen.append(scope["query_string"])
+        await app(scope, receive, send)
+
+    route_filter.app = noting
+    query = f"{name}=plain{others.format(name)}".encode()
+    method, headers = ("POST", {"content_length": 2}) if path == "upload" else ("GET", {})
+    status(route_filter, f"/gradio_api/{path}", method, query=query, **headers)
+    assert seen == [f"{name}=plain".encode()]
+
+
+def test_of_two_responses_with_results_of_a_session_the_later_one_goes_on(route_filter):
+    """Gradio would keep a task for each of several that end together."""
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(scope["number"])
+
+    async def ask(number: int, session: str) -> list[dict]:
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/gradio_api/queue/data", "headers": [], "number": number}
+        await route_filter(scope | {"query_string": f"session_hash={session}".encode()}, never, send)
+        return sent
+
+    async def ask_all() -> list[list[dict]]:
+        tasks = [asyncio.create_task(ask(number, "a" if number else "b")) for number in range(4)]
+        await asyncio.sleep(0.05)
+        assert [task.done() for task in tasks] == [False, True, True, False]
+        late = asyncio.create_task(ask(4, "a"))
+        await asyncio.sleep(0.05)
+        assert [task.done() for task in (*tasks, late)] == [False, True, True, True, False]
+        for task in (tasks[0], late):
+            task.cancel()
+        await asyncio.gather(tasks[0], late, return_exceptions=True)
+        return [task.result() for task in tasks[1:]]
+
+    route_filter.app, ended = endless, []
+    for sent in asyncio.run(ask_all()):
+        assert sent[0]["status"] == 200 and not sent[-1].get("more_body", False)
+    assert sorted(ended) == [0, 3, 4] and not route_filter._streams
 
 
 def test_a_stalled_request_times_out(route_filter, monkeypatch):

@@ -20,7 +20,7 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.record import to_record
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.demo.videos import UploadedVideo
+from mmvllm.demo.videos import ClipRules, UploadedVideo
 from mmvllm.media import MediaPolicy
 from tests.helpers.demo import OPTIONS
 from tests.helpers.pages import elsewhere
@@ -164,6 +164,27 @@ def test_videos_that_exceed_the_context_together_are_refused_before_they_are_dec
         asked(handlers, "What?", *clips)
     assert decoded == [] and "more pictures and videos than the model takes" in messages[0]
     assert handlers.sessions.get("one").turns == []
+
+
+@pytest.mark.spawns
+def test_no_more_videos_are_counted_than_fit(handlers, engine, monkeypatch):
+    """A conversation may name 200, and to count the tokens of each takes the event loop some milliseconds."""
+    clip = sent(handlers, "a.mp4", number=60, fps=2)
+    counted(handlers, clip)
+    session, numbers = handlers.sessions.get("one"), []
+    [video] = session.known.values()
+    session.turns[:] = [Turn("q", [video] * 20, "a") for _ in range(10)]
+    count = handlers.sessions._num_tokens
+    monkeypatch.setattr(handlers.sessions, "_num_tokens", lambda *given: numbers.append(count(*given)) or numbers[-1])
+    with pytest.raises(ValueError, match="more pictures and videos than the model takes"):
+        handlers.sessions._check_length(session, SHORT)
+    assert sum(numbers[:-1]) < engine.max_model_len <= sum(numbers) and len(numbers) < 200
+
+
+def test_a_timestamp_is_tokenized_once(engine):
+    rules = ClipRules.of(engine)
+    assert rules.encode("<1.0 seconds>") == engine.tokenizer.encode("<1.0 seconds>")
+    assert rules.encode("<1.0 seconds>") is rules.encode("<1.0 seconds>")
 
 
 def test_a_page_that_takes_no_videos_says_why(handlers, engine, monkeypatch):
