@@ -1,11 +1,12 @@
 """What may follow in a completion: constraints that clear bits in the mask of a row of logits.
 
-A constraint belongs to one sequence. What it keeps of the sequence's tokens it brings up to date in `restrict`, so a
-preemption, which computes tokens again and samples none of them anew, needs nothing from it.
+What a constraint keeps of a sequence's tokens, which is then the only one that it belongs to, it brings up to date in
+`restrict`, so a preemption, which computes tokens again and samples none of them anew, needs nothing from it.
 """
 
 import secrets
 from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from mmvllm.engine.sequence import Constraint, Sequence
 from mmvllm.errors import RequestError
 from mmvllm.sampling_params import SamplingParams
+
+NUM_REMEMBERED = 4  # of each kind: a request has the same ones for all its prompts
 
 
 class ConstraintFailed(RequestError):
@@ -41,13 +44,17 @@ class BadWords:
     def __init__(self, words: tuple[str, ...], tokenizer: Any):
         encoded = {ids for word in words for ids in _encodings(word, tokenizer)}
         self.depends_on_text = any(len(ids) > 1 for ids in encoded)
-        self._encoded = sorted(encoded)
+        self._alone = sorted(ids[0] for ids in encoded if len(ids) == 1)
+        self._begun: defaultdict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before the last
+        for ids in encoded:
+            if len(ids) > 1:
+                self._begun[ids[-2]].append(([*ids[:-1]], ids[-1]))
 
     def restrict(self, seq: Sequence, allowed: np.ndarray) -> None:
-        longest = max(map(len, self._encoded)) - 1
-        start = max(seq.num_prompt_tokens, seq.num_tokens - longest)
-        tail = tuple(seq.token_ids[start:])
-        clear_bits(allowed, [ids[-1] for ids in self._encoded if tail[max(0, len(tail) - len(ids) + 1) :] == ids[:-1]])
+        token_ids, num_sampled = seq.token_ids, seq.num_tokens - seq.num_prompt_tokens
+        begun = self._begun.get(token_ids[-1], ()) if num_sampled else ()
+        ends = [last for before, last in begun if len(before) <= num_sampled and token_ids[-len(before) :] == before]
+        clear_bits(allowed, self._alone + ends)
 
 
 # Rabin-Karp: the beginnings of n-grams are kept as rolling hashes, so that memory does not depend on n. The base is
@@ -81,18 +88,33 @@ class NoRepeatNgrams:
             clear_bits(allowed, self._followers.get(self._hash, ()))
 
 
-def constraints_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Constraint, ...]:
-    """New constraints for one sequence; raises RequestError for tokens that the vocabulary does not have."""
-    found: list[Constraint] = []
-    check_in_vocabulary("logprob_token_ids", params.logprob_token_ids or (), vocab_size)
-    if params.allowed_token_ids is not None:
-        check_in_vocabulary("allowed_token_ids", params.allowed_token_ids, vocab_size)
-        found.append(AllowedTokens(params.allowed_token_ids, vocab_size))
-    if params.bad_words:
-        found.append(BadWords(params.bad_words, tokenizer))
-    if params.no_repeat_ngram_size:
-        found.append(NoRepeatNgrams(params.no_repeat_ngram_size))
-    return tuple(found)
+class ConstraintFactory:
+    """Makes the constraints of sequences. Those that keep nothing of a sequence are made once for all with the same
+    parameters: lists of thousands of tokens and words take as long as a step.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._allowed_tokens = lru_cache(NUM_REMEMBERED)(self._made_allowed_tokens)
+        self._bad_words = lru_cache(NUM_REMEMBERED)(self._made_bad_words)
+
+    def constraints_of(self, params: SamplingParams) -> tuple[Constraint, ...]:
+        """Those of one sequence; raises RequestError for allowed tokens that the vocabulary does not have."""
+        found: list[Constraint] = []
+        if params.allowed_token_ids is not None:
+            found.append(self._allowed_tokens(params.allowed_token_ids))
+        if params.bad_words:
+            found.append(self._bad_words(params.bad_words))
+        if params.no_repeat_ngram_size:
+            found.append(NoRepeatNgrams(params.no_repeat_ngram_size))
+        return tuple(found)
+
+    def _made_allowed_tokens(self, token_ids: tuple[int, ...]) -> AllowedTokens:
+        check_in_vocabulary("allowed_token_ids", token_ids, self._vocab_size)
+        return AllowedTokens(token_ids, self._vocab_size)
+
+    def _made_bad_words(self, words: tuple[str, ...]) -> BadWords:
+        return BadWords(words, self._tokenizer)
 
 
 def check_in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:

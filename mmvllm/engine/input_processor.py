@@ -14,7 +14,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.beam_search import BeamSearch
 from mmvllm.engine.beams import Beams
-from mmvllm.engine.constraints import check_in_vocabulary, constraints_of
+from mmvllm.engine.constraints import ConstraintFactory, check_in_vocabulary
 from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.grammar import GrammarCompiler, MaskTime
@@ -53,6 +53,7 @@ class InputProcessor:
         self._max_model_len, self._block_size = max_model_len, block_size
         self._encoder_cache, self._grammars, self._seed = encoder_cache, grammars, seed
         self._unseeded = count()
+        self._constraints = ConstraintFactory(tokenizer, config.vocab_size)
 
     def go_on_from(self, other: "InputProcessor") -> None:
         """Give requests without a seed those that the other one would have given them, and take its grammars."""
@@ -111,8 +112,8 @@ class InputProcessor:
         self._check_fits(prompt, generates=pooling is None and params.max_tokens > 0)
         self._check_beam_width(params)
         self._check_can_go_on(params)
-        if params.logit_bias:
-            check_in_vocabulary("logit_bias", params.logit_bias, self._config.vocab_size)
+        for name in ("logit_bias", "logprob_token_ids"):
+            check_in_vocabulary(name, getattr(params, name) or (), self._config.vocab_size)
         reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
@@ -121,7 +122,7 @@ class InputProcessor:
             items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
         seqs, mask_time = [], MaskTime()
         for i in range(params.num_seqs):
-            constraints = constraints_of(params, self._tokenizer, self._config.vocab_size)
+            constraints = self._constraints.constraints_of(params)
             if params.structured is not None:
                 constraints += (self._grammars.constraint(params.structured, mask_time),)
             depends_on_text = params.logits_processors or any(own.depends_on_text for own in constraints)

@@ -8,7 +8,15 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.engine.constraints import AllowedTokens, BadWords, NoRepeatNgrams, clear_bits, empty_mask, set_bits
+from mmvllm.engine.constraints import (
+    AllowedTokens,
+    BadWords,
+    ConstraintFactory,
+    NoRepeatNgrams,
+    clear_bits,
+    empty_mask,
+    set_bits,
+)
 from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from tests.helpers.requests import ask, noise_image
@@ -81,7 +89,20 @@ def test_a_bad_word_ends_nowhere_in_the_completion():
     assert followers(constraint, sequence([a, joined], 1)) == every - {b, c}
     assert followers(constraint, sequence([a, a, spaced], 1)) == every - {b, c}
     assert followers(constraint, sequence([a, space, a], 1)) == every - {b}
+    assert followers(constraint, sequence([a], 1)) == followers(constraint, sequence([joined], 1)) == every - {b}
     assert constraint.depends_on_text and not BadWords(("b",), Words()).depends_on_text
+
+
+def test_what_all_sequences_may_share_is_made_once():
+    """A request may have 1,024 completions, and words and tokens that take 50 ms each time."""
+    factory = ConstraintFactory(Words(), V)
+    given = {"bad_words": ["abc"], "allowed_token_ids": [97, 98], "no_repeat_ngram_size": 2}
+    one, other = (factory.constraints_of(SamplingParams(**given, seed=seed)) for seed in (1, 2))
+    assert [first is second for first, second in zip(one, other, strict=True)] == [True, True, False]
+    different = factory.constraints_of(SamplingParams(bad_words=["b"], allowed_token_ids=[97]))
+    assert followers(different[0], sequence([1], 1)) == {97} and different[1] is not one[1]
+    with pytest.raises(RequestError, match="allowed_token_ids has 100, token ids of this model"):
+        factory.constraints_of(SamplingParams(allowed_token_ids=[5, 100]))
 
 
 def shout(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
