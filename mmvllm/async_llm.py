@@ -71,6 +71,16 @@ from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
 
+MAX_UNREAD_LOGPROBS = 2**17  # 20 MB
+UNREAD_LOGPROBS = (
+    f"more than {MAX_UNREAD_LOGPROBS} log-probabilities wait to be read; read them faster, or ask for fewer of them"
+)
+
+
+def _num_logprobs(item: Any) -> int:
+    return sum(map(len, item.logprobs)) if isinstance(item, Delta) and item.logprobs else 0
+
+
 class _Stream:
     """A request from its admission to its end. `get` is called in the event loop of the request."""
 
@@ -82,6 +92,8 @@ class _Stream:
         self.trace_headers: Mapping[str, str] | None = None
         self.adapter_name: str | None = None  # once fetched
         self.prompt_token_ids: list[int] = []  # once prepared
+        self.keeps_logprobs = True
+        self._num_given = self._num_taken = 0  # log-probabilities; the latter is written in the event loop only
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
         self._items: deque[Delta | EngineInput | Exception] = deque()  # used in the event loop only, as is what follows
@@ -92,11 +104,17 @@ class _Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def has_too_many_logprobs(self, item: Delta | EngineInput | Exception) -> bool:
+        """Whether those of `item`, which is about to be put, are too many with those that have not been taken."""
+        self._num_given += _num_logprobs(item)
+        return not self.keeps_logprobs and self._num_given - self._num_taken > MAX_UNREAD_LOGPROBS
+
     async def get(self) -> Any:
         if not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
         item = self._items.popleft()
+        self._num_taken += _num_logprobs(item)
         try:
             if isinstance(item, Exception):
                 raise item
@@ -202,6 +220,7 @@ class AsyncLLM:
         load: Load | None = None,
         trace_headers: Mapping[str, str] | None = None,
         pooling: PoolingParams | None = None,
+        keeps_logprobs: bool = True,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -214,6 +233,8 @@ class AsyncLLM:
                 `mmvllm.decoding.MediaDecoder`.
             trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
             pooling: generate nothing; there is one delta, whose output has the `embedding` of the prompt.
+            keeps_logprobs: False gives log-probabilities of completions to deltas only, so that they take no memory
+                afterwards. A request whose deltas are not taken is refused once they have `MAX_UNREAD_LOGPROBS`.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -225,6 +246,7 @@ class AsyncLLM:
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
         stream.trace_headers = own.get("trace_headers") if trace_headers is None else trace_headers
+        stream.keeps_logprobs = keeps_logprobs
         output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
@@ -464,6 +486,8 @@ class AsyncLLM:
             options["trace_headers"] = stream.trace_headers
         if pooling is not None:
             options["pooling"] = pooling
+        if not stream.keeps_logprobs:
+            options["keeps_logprobs"] = False
         stream.prompt_token_ids = prompt.token_ids
         with self._changed:
             stream.is_prepared, stream.num_bytes = True, prompt.num_bytes
@@ -479,6 +503,9 @@ class AsyncLLM:
                 if item is BEGUN:
                     stream.has_begun = True
                 elif not stream.has_ended:
+                    if stream.has_too_many_logprobs(item):
+                        self._end(stream, RequestError(UNREAD_LOGPROBS, param="logprobs"))
+                        continue
                     by_loop[stream.loop].append(event)
                     if is_last(item):
                         self._forget(stream)

@@ -217,6 +217,7 @@ class LLMEngine:
         pooling: PoolingParams | None = None,
         prompt_logprobs_from: int = 1,
         lora_request: LoRARequest | None = None,
+        keeps_logprobs: bool = True,
     ) -> SequenceGroup:
         """Queue a prepared request and return its sequences; raises RequestError for one that can never run.
 
@@ -228,6 +229,7 @@ class LLMEngine:
             prompt_logprobs_from: token of the prompt that `SamplingParams.prompt_logprobs` begin at; what precedes it
                 may come from the prefix cache.
             lora_request: the adapter that it uses; read here unless `load_adapter` has read it.
+            keeps_logprobs: False removes log-probabilities of completions once a delta has them; the output has none.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -245,7 +247,7 @@ class LLMEngine:
             prompt_logprobs_from=prompt_logprobs_from,
             adapter=self.load_adapter(lora_request),
         )
-        group.lora_request, group.pooling_params = lora_request, pooling
+        group.lora_request, group.pooling_params, group.keeps_logprobs = lora_request, pooling, keeps_logprobs
         self.scheduler.add(group)
         return group
 

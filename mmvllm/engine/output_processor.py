@@ -13,6 +13,8 @@ from mmvllm.errors import RequestError
 from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 
+MAX_HELD = 64  # tokens whose text is not settled, where log-probabilities take memory only until a delta has them
+
 
 class OutputProcessor:
     """Token ids -> text, finish reasons and outputs."""
@@ -58,8 +60,8 @@ class OutputProcessor:
         """Follows a request."""
         return DeltaStream(group, self, pieces_of(self._tokenizer, group.sampling_params.skip_special_tokens))
 
-    def completion(self, seq: Sequence, index: int) -> CompletionOutput:
-        """The completion of a sequence that has finished."""
+    def completion(self, seq: Sequence, index: int, keeps_logprobs: bool = True) -> CompletionOutput:
+        """The completion of a sequence that has finished, perhaps without log-probabilities that deltas have."""
         is_stopped = seq.finish_reason is FinishReason.STOP
         found = seq.completion_text.found_stop if seq.completion_text and is_stopped else None
         wants_logprobs, token_ids = seq.sampling_params.num_logprobs is not None, seq.completion_token_ids
@@ -76,7 +78,7 @@ class OutputProcessor:
             token_ids=token_ids,
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs or seq.score is not None else None,
-            logprobs=self.decoded(seq.logprobs) if wants_logprobs else None,
+            logprobs=self.decoded(seq.logprobs) if wants_logprobs and keeps_logprobs else None,
             boxes=self._boxes.read(text, token_ids, seq.items),
             score=seq.score,
             stop_reason=found[0] if found else token_ids[-1] if is_stopped else None,
@@ -108,7 +110,7 @@ class OutputProcessor:
             self.num_tokens += sum(seq.num_completion_tokens for seq in group.seqs)
         return RequestOutput(
             request_id=group.request_id,
-            completions=[self.completion(seq, index) for index, seq in enumerate(group.seqs)],
+            completions=[self.completion(seq, index, group.keeps_logprobs) for index, seq in enumerate(group.seqs)],
             prompt=group.prompt,
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=self.decoded(reads.logprobs) if isinstance(reads, LogprobReads) else None,
@@ -168,7 +170,7 @@ class DeltaStream:
 
     def _all_cursors(self) -> list["_Cursor"]:
         return [
-            _Cursor(seq, index, TokenDecoder(self._pieces), self._processor)
+            _Cursor(seq, index, TokenDecoder(self._pieces), self._processor, self.group.keeps_logprobs)
             for index, seq in enumerate(self.group.seqs)
         ]
 
@@ -196,7 +198,9 @@ class DeltaStream:
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output
         completion = (
-            self._processor.completion(cursor.seq, cursor.index) if output is None else output.completions[cursor.index]
+            self._processor.completion(cursor.seq, cursor.index, self.group.keeps_logprobs)
+            if output is None
+            else output.completions[cursor.index]
         )
         self._cursors = [other for other in self._cursors if other is not cursor]
         return cursor.last_delta(completion, None if self._cursors else output)
@@ -205,11 +209,14 @@ class DeltaStream:
 class _Cursor:
     """One sequence, and how much of its completion has been decoded and returned."""
 
-    __slots__ = ("_decoder", "_end", "_held", "_num_chars", "_num_sent", "_processor", "index", "seq")
+    __slots__ = ("_decoder", "_drops", "_end", "_held", "_num_chars", "_num_sent", "_processor", "index", "seq")
 
-    def __init__(self, seq: Sequence, index: int, decoder: TokenDecoder, processor: OutputProcessor):
+    def __init__(
+        self, seq: Sequence, index: int, decoder: TokenDecoder, processor: OutputProcessor, keeps_logprobs: bool
+    ):
         """`decoder` is used unless the engine looks for stop strings, and keeps the text for that."""
         self.seq, self.index, self._decoder, self._processor = seq, index, decoder, processor
+        self._drops = not keeps_logprobs and seq.sampling_params.num_logprobs is not None
         self._end = seq.num_prompt_tokens  # of the tokens that have been decoded
         self._held: list[int] = []  # decoded tokens whose text is not settled
         self._num_chars = self._num_sent = 0  # of the text, and of the log-probabilities, that have been returned
@@ -222,7 +229,7 @@ class _Cursor:
         new = seq.token_ids[self._end :]
         self._end += len(new)
         text = self._decoder.decode(new) if seq.completion_text is None else seq.completion_text.take()
-        if not text:
+        if not text and not (self._drops and len(self._held) >= MAX_HELD):
             self._held += new
             return None
         return self._delta(new, text, None, None)
@@ -240,8 +247,12 @@ class _Cursor:
         self._held.clear()
         logprobs = None
         if seq.sampling_params.num_logprobs is not None:
-            logprobs = self._processor.decoded(seq.logprobs[self._num_sent : self._num_sent + len(token_ids)])
-            self._num_sent += len(token_ids)
+            end = self._num_sent + len(token_ids)
+            logprobs = self._processor.decoded(seq.logprobs[self._num_sent : end])
+            if self._drops:
+                del seq.logprobs[:end]
+            else:
+                self._num_sent = end
         return Delta(
             seq.request_id, self.index, text, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens
         )

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -23,11 +24,12 @@ from mmvllm.server.metrics import Metrics
 from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
-from mmvllm.server.sse import EventStream
+from mmvllm.server.sse import EventStream, event_text
 from mmvllm.tracing import trace_headers_of
 
 T = TypeVar("T")
 MANY_VALUES = 2_000  # log-probabilities or numbers of vectors that are made into a response in a few milliseconds
+MAX_QUEUED = 64  # deltas of all prompts; further ones wait in the engine's streams, which count what they hold
 _MAKING = ThreadPoolExecutor(1, "mmvllm-response")  # several threads would make the event loop wait for each of them
 
 
@@ -74,19 +76,13 @@ class CompletionResponse(Response):
                     first = index - delta.index
                     for choice in choices[first : first + job.params.n]:
                         choice.output = delta.output
-        content = await self._made(partial(self._content, choices))
+        content = await _made(partial(self._content, choices), job.builder.num_values)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
         return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
-
-    async def _made(self, make: Callable[[], T]) -> T:
-        """What `make` returns, which a thread calls if it takes long: the event loop goes on meanwhile."""
-        if self._job.builder.num_values < MANY_VALUES:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(_MAKING, make)
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas, EventStream(send) as events:
@@ -118,12 +114,13 @@ class CompletionResponse(Response):
                     await events.data(chunk | usage)
             if job.repeats_usage:
                 usage = {"usage": running.add(index, delta)}
-            make = partial(job.builder.chunks, index, delta)
-            for chunk in await self._made(make) if delta.prompt_logprobs else make():  # others are small
-                await events.data(chunk | usage)
-        last = partial(job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage)
-        for chunk in await self._made(last):
-            await events.data(chunk)
+            make = partial(_texts, job.builder.chunks, index, delta, usage=usage)
+            for text in await _made(make, _num_logprobs(delta)):
+                await events.write(text)
+            await asyncio.sleep(0)  # a stream with much to send is not paused by a client that reads quickly
+        last = partial(_texts, job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage, usage={})
+        for text in await _made(last, job.builder.num_values):
+            await events.write(text)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
@@ -147,8 +144,23 @@ class CompletionResponse(Response):
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        keys["pooling"] = job.pooling
+        keys |= {"pooling": job.pooling, "keeps_logprobs": False}
         return (self._engine.generate(request, job.params, **keys) for request in job.requests)
+
+
+async def _made(make: Callable[[], T], num_values: int) -> T:
+    """What `make` returns, which a thread calls if it takes long: the event loop goes on meanwhile."""
+    if num_values < MANY_VALUES:
+        return make()
+    return await asyncio.get_running_loop().run_in_executor(_MAKING, make)
+
+
+def _num_logprobs(delta: Delta) -> int:
+    return sum(map(len, filter(None, chain(delta.logprobs or (), delta.prompt_logprobs or ()))))
+
+
+def _texts(chunks: Callable[..., list[dict]], *args: Any, usage: dict) -> list[str]:
+    return [event_text(chunk | usage) for chunk in chunks(*args)]
 
 
 def _check(delta: Delta) -> None:
@@ -163,7 +175,7 @@ async def _merged(
 
     At most `most` are read at a time, each in a task, since thousands of tasks would keep the event loop busy.
     """
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(MAX_QUEUED)
     numbered = enumerate(streams)
     tasks = [asyncio.create_task(_forward_all(numbered, queue)) for _ in range(min(most, number))]
     try:
@@ -189,8 +201,8 @@ async def _forward_all(streams: Iterator[tuple[int, AsyncGenerator[Delta, None]]
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait((i, delta))
+                    await queue.put((i, delta))
         except Exception as error:
-            queue.put_nowait((i, error))
+            await queue.put((i, error))
             return
-        queue.put_nowait((i, None))
+        await queue.put((i, None))

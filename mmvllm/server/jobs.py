@@ -58,6 +58,7 @@ from mmvllm.server.videos import VideoOptionLimits, VideoReference, processor_pa
 
 _BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would make the event loop wait for each of them
 _COSTLY = (*StructuredFields.model_fields, "tools", "text")  # fields whose schemas and grammars are looked into
+MAX_LOGPROBS_OF_CANDIDATES = 2**21  # of a request: 0.3 GB
 MAX_FETCHES = 16
 MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
 
@@ -161,6 +162,7 @@ class JobFactory:
         options["calls_functions"] = bool(body.functions)
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
+        self._check_candidates(use.params, 1, builder)
         described = partial(described_chat, body)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **self._streaming(body))
 
@@ -294,8 +296,20 @@ class JobFactory:
         shown = params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         options = {"echoes": bool(body.echo), "skips_special": params.skip_special_tokens}
         builder = CompletionResponseBuilder(model, self._engine.tokenizer, *shown, **options)
+        self._check_candidates(params, len(prompts), builder)
         described, field = partial(described_prompts, prompts), structured_field(body)
         return CompletionJob(requests, params, builder, described, structured=field, **self._streaming(body))
+
+    def _check_candidates(self, params: SamplingParams, num_prompts: int, builder: ResponseBuilder) -> None:
+        """Raise ApiError for completions among which the engine chooses at their end, until when nothing is sent, if
+        their log-probabilities take too much memory."""
+        if not params.chooses_at_end or params.num_logprobs is None:
+            return
+        num_tokens = num_prompts * params.num_seqs * min(params.max_tokens, self._engine.max_model_len)
+        if num_tokens * (1 + params.num_logprobs) > MAX_LOGPROBS_OF_CANDIDATES:
+            message = f"best_of and beam search keep at most {MAX_LOGPROBS_OF_CANDIDATES} log-probabilities of all"
+            message = f"{message} candidates; lower max_tokens, {builder.logprobs_field} or the number of candidates"
+            raise ApiError(400, message, param=builder.logprobs_field)
 
     def _streaming(self, body: SamplingRequest) -> dict[str, bool]:
         if body.stream and body.prompt_logprobs is not None:  # as in vLLM

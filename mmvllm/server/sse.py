@@ -35,25 +35,31 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def data(self, payload: dict | str) -> None:
-        """Send an event whose data is a JSON object, which may have the name of the event as `type`, or a string."""
-        if isinstance(payload, str):
-            return await self._write(f"data: {payload}\n\n")
-        name = f"event: {payload['type']}\n" if "type" in payload else ""
-        await self._write(f"{name}data: {_json(payload)}\n\n")
+        """Send an event; see `event_text`."""
+        await self.write(event_text(payload))
 
     async def _ping_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
             if loop.time() >= self._last_sent + PING_SECONDS:
-                await self._write(": ping\n\n")
+                await self.write(": ping\n\n")
 
-    async def _write(self, text: str) -> None:
+    async def write(self, text: str) -> None:
+        """Send the text of an event."""
         self._last_sent = asyncio.get_running_loop().time()
         if not self.is_open:
             self.is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+def event_text(payload: dict | str) -> str:
+    """An event whose data is a JSON object, which may have the name of the event as `type`, or a string."""
+    if isinstance(payload, str):
+        return f"data: {payload}\n\n"
+    name = f"event: {payload['type']}\n" if "type" in payload else ""
+    return f"{name}data: {_json(payload)}\n\n"
 
 
 def _json(payload: dict) -> str:

@@ -7,8 +7,9 @@ from itertools import chain
 
 import pytest
 
-from mmvllm import SamplingParams
-from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestFailed
+from mmvllm import SamplingParams, async_llm
+from mmvllm.engine.output_processor import MAX_HELD
+from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestError, RequestFailed
 from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (
     LONG,
@@ -52,6 +53,44 @@ async def test_no_part_of_a_stop_string_is_streamed(engine, checkpoint, make_llm
             engine, QUESTION, SamplingParams(max_tokens=200, ignore_eos=True, stop=[stop, "never there"])
         )
         assert whole == text[: text.index(stop)] and deltas[-1].finish_reason == "stop"
+
+
+@async_test
+async def test_log_probabilities_that_a_delta_has_are_not_kept(engine):
+    params = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=2, n=2, stop=["a" * 9999])
+    kept, _ = await collect(engine, QUESTION, params)
+    deltas, texts = [], ["", ""]
+    async for delta in engine.generate(QUESTION, params, keeps_logprobs=False):
+        deltas.append(delta)
+        texts[delta.index] += delta.text
+        seqs = [seq for group in engine._thread._engine.scheduler.groups.values() for seq in group.seqs]
+        assert all(len(seq.logprobs) < 2 * MAX_HELD for seq in seqs)
+    last, want = deltas[-1].output, kept[-1].output
+    for index, completion in enumerate(last.completions):
+        own = [delta for delta in deltas if delta.index == index]
+        assert [*chain(*(delta.token_ids for delta in own))] == completion.token_ids
+        found = [*chain(*(delta.logprobs for delta in own))]
+        assert [{*one} for one in found] == [{*one} for one in want.completions[index].logprobs]
+        assert completion.logprobs is None and completion.cumulative_logprob == pytest.approx(
+            sum(one[token_id] for one, token_id in zip(found, completion.token_ids, strict=True)), abs=1e-2
+        )
+    assert texts == [completion.text for completion in last.completions]
+
+
+@async_test
+async def test_log_probabilities_that_nobody_reads_end_the_request(engine, monkeypatch):
+    """An engine may write more of them than a client reads: each takes 150 bytes."""
+    monkeypatch.setattr(async_llm, "MAX_UNREAD_LOGPROBS", 60)
+    params = SamplingParams(max_tokens=50, ignore_eos=True, logprobs=2)
+    stream = engine.generate(QUESTION, params, keeps_logprobs=False)
+    await anext(stream)
+    wait_until_idle(engine)  # which keeps the event loop from taking any
+    with pytest.raises(RequestError, match="wait to be read") as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.param == "logprobs"
+    deltas, _ = await collect(engine, QUESTION, params)  # which are kept in any case
+    assert len(deltas[-1].output.completions[0].logprobs) == 50
 
 
 @async_test

@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.schema_keywords import MAX_SCHEMAS
-from mmvllm.server import completion_response, embedding_response, response_builder
-from mmvllm.server.completion_response import CompletionResponse
+from mmvllm.server import completion_response, embedding_response, jobs, response_builder
+from mmvllm.server.chat_builder import ChatResponseBuilder
+from mmvllm.server.completion_response import MAX_QUEUED, CompletionResponse
 from mmvllm.server.jobs import JobFactory
 from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
 from tests.helpers.server import (
@@ -221,6 +223,22 @@ def test_a_stream_is_limited_by_its_echo_alone(app, monkeypatch):
     assert call(app, "POST", COMPLETIONS, json=body).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "number", "field"),
+    [
+        (COMPLETIONS, completion(prompt=[IDS] * 2, logprobs=4, best_of=3, max_tokens=2), 2 * 3 * 2 * 5, "logprobs"),
+        (CHAT, chat("Hi", logprobs=True, top_logprobs=4, beam_width=3, max_tokens=2), 3 * 2 * 5, "top_logprobs"),
+    ],
+)
+def test_candidates_that_are_chosen_among_have_few_values(app, monkeypatch, path, body, number, field):
+    """They are kept until the end, and counted before the beginning."""
+    for limit, is_accepted in ((number, True), (number - 1, False)):
+        monkeypatch.setattr(jobs, "MAX_LOGPROBS_OF_CANDIDATES", limit)
+        answer = call(app, "POST", path, json=body)
+        assert (answer.status_code == 200) is is_accepted, answer.text[:300]
+    assert error_of(answer)["param"] == field and "number of candidates" in error_of(answer)["message"]
+
+
 def test_vectors_in_base64_are_not_limited(app, monkeypatch):
     monkeypatch.setattr(embedding_response, "MAX_NUMBERS", 1)
     body = {"model": "bundled", "input": [IDS] * 3, "encoding_format": "base64"}
@@ -244,6 +262,44 @@ def test_a_large_response_is_made_in_a_thread_and_is_the_same(app, monkeypatch, 
         made.append(re.sub(r"-?[0-9]+\.[0-9]+(e-[0-9]+)?", "x", text))  # the batches differ, and so the last digits
     assert made[0] == made[1] and "x" in made[0]
     assert [name.startswith("mmvllm-response") for name in threads] == [False, True]
+
+
+def test_a_stream_with_much_to_send_leaves_the_event_loop_free(app, engine, monkeypatch):
+    """Whatever has been generated meanwhile is not sent in one piece."""
+    turns, seen = 0, []
+
+    async def generate(_request, params, **_):
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count_turns())
+        for _ in range(300):
+            seen.append(turns)
+            yield Delta("a", 0, "x", [5])
+        counting.cancel()
+        output = RequestOutput("a", [CompletionOutput("x" * 300, [5] * 300, "length")])
+        yield Delta("a", 0, "", [], finish_reason="length", output=output)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    text = call(app, "POST", COMPLETIONS, json=completion(stream=True)).text
+    assert text.count('"text":"x"') == 300
+    assert seen[-1] > 300 - 2 * MAX_QUEUED
+
+
+def test_log_probabilities_of_a_stream_are_written_in_a_thread_if_there_are_many(app, monkeypatch):
+    threads, chunks = [], ChatResponseBuilder.chunks
+    monkeypatch.setattr(
+        ChatResponseBuilder, "chunks", lambda *given: threads.append(threading.current_thread().name) or chunks(*given)
+    )
+    for limit, in_thread in ((4, True), (5000, False)):
+        monkeypatch.setattr(completion_response, "MANY_VALUES", limit)
+        body = chat("Hi", logprobs=True, top_logprobs=4, max_tokens=4, stream=True)
+        assert "[DONE]" in call(app, "POST", CHAT, json=body).text
+        assert {name.startswith("mmvllm-response") for name in threads} == {in_thread}
+        threads.clear()
 
 
 def test_allowed_tokens_are_limited(app):
