@@ -40,10 +40,17 @@ _logger = logging.getLogger(__name__)
 
 
 def video_info(
-    file: str | BinaryIO, name: str, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
+    file: str | BinaryIO,
+    name: str,
+    limits: VideoLimits = ANY_VIDEO,
+    reserve: Reserve = VIDEO_DECODING.reserve,
+    counts: bool = False,
 ) -> VideoInfo:
-    """What is known before frames are taken; raises VideoError, which calls the video `name`."""
-    return _read(file, name, limits, reserve, lambda stream, info: info)
+    """What is known before frames are taken; raises VideoError, which calls the video `name`.
+
+    `counts` reads the file to its end where only the time of the last frame tells how many there are.
+    """
+    return _read(file, name, limits, reserve, lambda stream, info: info, counts)
 
 
 def decode_video(
@@ -133,12 +140,13 @@ def _read(
     limits: VideoLimits,
     reserve: Reserve,
     use: Callable[[VideoStream, VideoInfo], T],
+    counts: bool = False,
 ) -> T:
     def read() -> T:
         scan_boxes(file, name)
         open_container = partial(_open, file, name, limits)
         with closing(VideoStream(open_container, name, limits, NUM_THREADS)) as stream:
-            return use(stream, _info(stream, name, limits, reserve))
+            return use(stream, _info(stream, name, limits, reserve, counts))
 
     return guarded(name, read)
 
@@ -181,12 +189,12 @@ def _self_contained() -> tuple[str, ...]:
     return tuple(sorted(av.formats_available - REFERRING))
 
 
-def _info(stream: VideoStream, name: str, limits: VideoLimits, reserve: Reserve) -> VideoInfo:
+def _info(stream: VideoStream, name: str, limits: VideoLimits, reserve: Reserve, counts: bool) -> VideoInfo:
     """Also goes to the first frame."""
     limits.check_seconds(name, stream.declared_seconds)
     height, width = stream.declared_size
     limits.check_size(name, height, width)
-    number, fps = stream.measure()
+    number, fps = stream.measure(counts)
     with reserve(height * width * BYTES_PER_PIXEL):
         size = stream.begin()
     if size is None:

@@ -63,14 +63,17 @@ def load_video(
 
 
 def load_video_info(
-    source: Any, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
+    source: Any,
+    limits: VideoLimits = ANY_VIDEO,
+    reserve: Reserve = VIDEO_DECODING.reserve,
+    counts: bool = False,
 ) -> VideoInfo:
-    """What is known of a video before its frames are taken, given as for `load_video`."""
+    """What is known of a video before its frames are taken, given as for `load_video`; `counts` as for `video_info`."""
     if is_given(source):
         return given_info(source)
     return _read(
         source,
-        lambda file, name: video_info(file, name, limits, reserve),
+        lambda file, name: video_info(file, name, limits, reserve, counts),
         lambda data, name: animation_info(data, name, limits, reserve),
     )
 

@@ -83,10 +83,11 @@ class VideoStream:
 
     # How long it is
 
-    def measure(self) -> tuple[int, float]:
+    def measure(self, counts: bool = False) -> tuple[int, float]:
         """Number of frames, and frames per second, on average.
 
-        The header's, if the file goes on to the end that it declares; otherwise packets are counted.
+        The header's, if the file goes on to the end that it declares; otherwise packets are counted. Matroska's has no
+        number, which follows from the time of the last frame unless `counts` says that it must not.
         """
         number, rate = self._stream.frames, self._rate
         num_packets, num_bytes = len(self._stream.index_entries), self._container.size
@@ -96,7 +97,7 @@ class VideoStream:
         if end is None:
             return self._counted()
         found = round(end * rate)
-        if not number and 0 < found <= num_bytes:
+        if not number and 0 < found <= num_bytes and not counts:
             return found, rate
         return (number, rate) if abs(found - number) <= 1 else self._counted()
 

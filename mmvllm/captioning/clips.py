@@ -8,15 +8,18 @@ from mmvllm.captioning.items import Item, part_of_key
 from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.names import is_animation_name
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.errors import RequestError
 from mmvllm.processors.clip import VideoInfo
 
+MAX_CLIPS = 10_000  # of a video
 SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
 def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Iterator[Item]:
     """The clips of a video, in their order; anything else as it is.
 
-    The header of a video is read only where the settings need it. Raises ValueError if it cannot be read.
+    The header of a video is read only where the settings need it. Raises ValueError if it cannot be read, and for a
+    video of too many clips.
     """
     if item.error is None and settings.animations_as_clips and _is_animation(item, loader):
         item = dataclasses.replace(item, is_video=True)
@@ -44,6 +47,9 @@ def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
     if number < 2:  # or there is nothing between `start` and `end`, which preparation refuses
         yield item
         return
+    if number > MAX_CLIPS:
+        limit = f"at most {MAX_CLIPS} are captioned; give more seconds for each (--clip-seconds)"
+        raise RequestError(f"has {number} clips of {seconds:g} s, {limit}")
     for i in range(number):
         first = _milliseconds(start + i * seconds)
         last = _milliseconds(end if i == number - 1 else start + (i + 1) * seconds)

@@ -135,7 +135,8 @@ def load_clip(item: Item, plan: ClipPlan) -> Clip:
 
 
 def _load_info(item: Item) -> VideoInfo:
-    return _limited(lambda source: load_video_info(source, reserve=reserve_in_parent), item)
+    # Clips are made of all of its time, so that two frames that are years apart would be millions.
+    return _limited(lambda source: load_video_info(source, reserve=reserve_in_parent, counts=True), item)
 
 
 def _limited(load: Callable[[Any], T], item: Item) -> T:

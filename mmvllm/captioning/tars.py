@@ -18,7 +18,7 @@ MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
 MAX_SPARSE_BLOCKS = 1000  # of 512 bytes, with 21 entries each
 # tarfile searches headers in a time that grows with the square of a run of digits. Names have at most 255 bytes.
 _LONG_DIGITS = re.compile(rb"\d{256}")
-MAX_GLOBAL = 1000  # copied to each member
+MAX_VALUES = 1000  # of a pax header and of those for all members, which tarfile copies to each
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
 
@@ -37,7 +37,9 @@ class _Header(tarfile.TarInfo):
 
     def _proc_pax(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         begin = tar.fileobj.tell()
-        _check_pax(tar.fileobj.read(self.size))
+        number = _check_pax(tar.fileobj.read(self.size))
+        if len(tar.pax_headers) + number > MAX_VALUES:
+            raise tarfile.ReadError(f"a member has more than {MAX_VALUES} values, with those for all members")
         tar.fileobj.seek(begin)
         return super()._proc_pax(tar)
 
@@ -59,17 +61,20 @@ class _Header(tarfile.TarInfo):
     _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_gnusparse_00
 
 
-def _check_pax(header: bytes) -> None:
-    """Raise ReadError for records that overlap, of which tarfile would keep each, and for long runs of digits."""
+def _check_pax(header: bytes) -> int:
+    """The number of records; raises ReadError for those that overlap, of which tarfile would keep each, and for long
+    runs of digits.
+    """
     if _LONG_DIGITS.search(header):
         raise tarfile.ReadError("a pax header has more than 255 digits in a row")
-    at = 0
+    at = number = 0
     while at < len(header) and header[at]:  # zeros may follow the records
         digits, _, _ = header[at : at + 20].partition(b" ")
         end = at + (int(digits) if digits.isdigit() else 0)
         if end <= at + len(digits) + 1 or header[end - 1 : end] != b"\n" or b"=" not in header[at:end]:
             raise tarfile.ReadError("a pax header has a record that is not LENGTH NAME=VALUE")
-        at = end
+        at, number = end, number + 1
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +140,6 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             while (header := tar.next()) is not None:
-                if len(tar.pax_headers) > MAX_GLOBAL:
-                    raise tarfile.ReadError(f"it has more than {MAX_GLOBAL} values for all members")
                 if any(name.startswith("GNU.sparse.") for name in tar.pax_headers):
                     raise tarfile.ReadError("it says of all members that they are sparse; write it without --sparse")
                 tar.members.clear()  # tarfile would keep every header

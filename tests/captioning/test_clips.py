@@ -1,6 +1,7 @@
 """Videos are captioned like images: whole, cut into clips, from folders, lists and tars, in threads and processes."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from PIL import Image
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import caption_images
+from mmvllm.captioning import clips as clips_module
 from mmvllm.captioning.progress import kind_of_failure
 from mmvllm.captioning.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.budget import DECODING
+from mmvllm.processors.load_video import load_video_info
 from tests.helpers.finding import make_tar
 from tests.helpers.requests import noise_image
 from tests.helpers.videos import make_clip, moving
@@ -129,6 +132,31 @@ def test_fewer_frames_are_taken_of_a_clip_that_would_not_fit_the_models_context(
     assert record["num_frames"] % 2 == 0 and record["fps"] == pytest.approx(record["num_frames"] / 120, abs=1e-3)
     (record,) = caption_images(tmp_path / "long.mp4", llm=llm, max_tokens=2, video_frames=240)
     assert "240 frames of" in record["error"] and "maximum context length is" in record["error"]
+
+
+def make_gap(path: Path, seconds: float) -> Path:
+    """A video of two frames with `seconds` between them, and a hole as large as if there were frames between them."""
+    make_clip(path, 2, codec="mjpeg", pix_fmt="yuvj420p", times=[0, seconds], size=(32, 32))
+    size = round(seconds * 8) + 1000
+    with path.open("ab") as file:
+        file.write(b"\xec" + (size | 1 << 56).to_bytes(8, "big"))  # Matroska's element Void
+    os.truncate(path, path.stat().st_size + size)
+    return path
+
+
+def test_a_gap_between_two_frames_has_no_clips(llm, tmp_path):
+    path = make_gap(tmp_path / "gap.mkv", 400_000)
+    assert load_video_info(path).total_num_frames > 1_000_000  # as the time of the last one says
+    records = [*run([path], llm, clip_seconds=60)]
+    assert len(records) == 1
+
+
+def test_a_video_of_more_clips_than_are_captioned_is_refused(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(clips_module, "MAX_CLIPS", 4)
+    path = make_clip(tmp_path / "a.mp4", 41)
+    (record,) = run([path], llm, clip_seconds=1)
+    assert record["error"] == "has 5 clips of 1 s, at most 4 are captioned; give more seconds for each (--clip-seconds)"
+    assert len([*run([path], llm, clip_seconds=1.25)]) == 4
 
 
 def test_duplicates_are_clips_with_equal_frames_and_options(clips, llm, tmp_path):

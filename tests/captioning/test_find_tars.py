@@ -15,7 +15,7 @@ import pytest
 
 from mmvllm.captioning import tars
 from mmvllm.captioning.find import find_items
-from mmvllm.captioning.tars import EXTENDED, MAX_EXTENDED, MAX_GLOBAL, tar_members
+from mmvllm.captioning.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
 from mmvllm.processors.load import load_image
 from tests.helpers.finding import errors, make_tar, put, relatives
 from tests.helpers.requests import noise_image
@@ -198,11 +198,31 @@ def test_a_name_may_have_many_digits(tmp_path):
 
 
 def test_attributes_for_all_members_are_limited(tmp_path):
-    values = {f"k{i}": "v" for i in range(MAX_GLOBAL + 1)}
+    values = {f"k{i}": "v" for i in range(MAX_VALUES + 1)}
     with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=values) as tar:
         tar.addfile(tarfile.TarInfo("a.png"))
     (item,) = find_items([tmp_path / "s.tar"])
-    assert item.error == f"the tar is damaged or truncated (it has more than {MAX_GLOBAL} values for all members)"
+    limit = f"a member has more than {MAX_VALUES} values, with those for all members"
+    assert item.error == f"the tar is damaged or truncated ({limit})"
+
+
+@pytest.mark.parametrize("kinds", ["g" * 20 + "x" * 50, "x" * 50, "gx" * 20, "gxLxK" * 8])
+def test_attributes_are_limited_however_many_headers_have_them(kinds, tmp_path):
+    """The headers before a member are read before it is returned, and each copies the attributes for all members."""
+    blocks = []
+    for number, kind in enumerate(kinds):
+        data = b"name\0" if kind in "LK" else b"".join(b"12 k%05x=v\n" % (number * 900 + i) for i in range(900))
+        header = tarfile.TarInfo("p")
+        header.type, header.size = kind.encode(), len(data)
+        blocks += [header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)]
+    blocks += [tarfile.TarInfo("a.png").tobuf(tarfile.USTAR_FORMAT), bytes(1024)]
+    (tmp_path / "s.tar").write_bytes(b"".join(blocks))
+    tracemalloc.start()
+    (item,) = find_items([tmp_path / "s.tar"])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20_000_000 and (item.error is None or f"more than {MAX_VALUES} values" in item.error)
+    assert (item.error is None) == ("g" not in kinds)
 
 
 def test_a_tar_without_members_or_end_marker_is_complete(tmp_path):

@@ -127,7 +127,7 @@ def test_more_frames_than_the_bytes_can_have_are_refused(tmp_path):
 def test_a_video_ends_after_many_errors_of_the_decoder(tmp_path, monkeypatch):
     data = make_clip(tmp_path / "a.mp4", 24, fps=8).read_bytes()
     packets, numbers, read = [], [], VideoStream._packets
-    monkeypatch.setattr(VideoStream, "measure", lambda self: (1, 1.0))  # which reads all packets
+    monkeypatch.setattr(VideoStream, "measure", lambda *_: (1, 1.0))  # which reads all packets
     monkeypatch.setattr(VideoStream, "_packets", lambda self: (packets.append(one) or one for one in read(self)))
     for limit in (50, 100_000):
         monkeypatch.setattr("mmvllm.processors.video_stream.MAX_DECODER_ERRORS", limit)
