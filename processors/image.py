@@ -84,7 +84,7 @@ class ImageProcessorConfig:
                 if raw.get(name) not in (value, None):
                     raise ValueError(f"{name} is {shown(raw[name])}, mmvllm supports only {value!r}")
             return replace(defaults, **_known_settings(cls, raw))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:  # the last of integers that are no float
             raise ValueError(f"{path}: {beginning_of(printable(str(error)), 1000)}") from error
 
     @property

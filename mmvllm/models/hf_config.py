@@ -26,6 +26,8 @@ SPECIAL_TOKEN_IDS = {
     "vision_end_token_id": 151653,
 }
 
+MOST = 1e38  # of a number: float32 has larger ones
+MOST_VISION = 2**31  # of an integer that says how the ViT is built, or how fast time passes
 ROPE_THETA = 10000.0  # of the rotary positions of every family's ViT
 
 
@@ -101,6 +103,8 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
     for name, default in defaults.items():
         if isinstance(default, int):
             check_int(f"vision_config's {name}", fields[name])
+            if fields[name] > MOST_VISION:
+                raise ValueError(f"vision_config's {name} is {fields[name]!r:.50}, must be at most {MOST_VISION}")
     rope = json_object("rope_parameters", vision.get("rope_parameters", {}))
     for name, supported in (("rope_theta", ROPE_THETA), ("rope_type", "axial")):
         if rope.get(name, supported) != supported:
@@ -165,7 +169,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
         if name in text:
             check_int(name, text[name])
     for name in ("rms_norm_eps", "rope_theta"):
-        if not is_number(given[name]) or not given[name] > 0:
+        if not is_number(given[name]) or not 0 < given[name] <= MOST:
             raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
     if not isinstance(layer_types := text.get("layer_types") or [], list):
         raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")

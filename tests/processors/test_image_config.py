@@ -128,6 +128,8 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
         ({"image_std": 0}, r"image_std is 0, must be finite numbers, above 0"),
         ({"image_std": [0.5, float("inf"), 0.5]}, r"must be finite numbers, above 0"),
         ({"image_mean": [1e308, 0, 0]}, r"must be finite numbers, at most 1e\+06"),
+        ({"image_mean": [10**400, 0, 0]}, r"preprocessor_config\.json: int too large"),
+        ({"image_std": 10**400}, r"preprocessor_config\.json: int too large"),
         ({"image_std": 1e-30}, r"must be finite numbers, above 0, at most 1e\+06"),
         *(
             ({"rescale_factor": value}, "rescale_factor is .*, must be above 0, such as 1 / 255")
