@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
@@ -41,7 +42,7 @@ from mmvllm.server.protocol import (
 from mmvllm.server.ranking import RankingResponseBuilder, RerankRequest, ScoreRequest, TextsRequest
 from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
-from mmvllm.server.response_store import ResponseStore, not_stored
+from mmvllm.server.response_store import ResponseStore, memory_of, not_stored
 from mmvllm.server.responses_as_chat import (
     as_chat,
     image_params_of,
@@ -135,8 +136,7 @@ class JobFactory:
         self._sampling_defaults = {**convert.OPENAI_DEFAULTS, **own}
         self._video_limits = VideoOptionLimits.of(engine.video_config)
         self._kept_media = MediaStore(settings.max_kept_media_bytes)
-        self._fetches = asyncio.Semaphore(MAX_FETCHES)
-        self._video_fetches = asyncio.Semaphore(MAX_VIDEO_FETCHES)
+        self._fetches, self._video_fetches = FetchTurns(MAX_FETCHES), FetchTurns(MAX_VIDEO_FETCHES)
 
     async def built(self, make: Callable[..., CompletionJob], body: Any, *args: Any) -> CompletionJob:
         """What `make`, a method of the factory, makes of a body; a thread calls it if that may take long."""
@@ -169,7 +169,7 @@ class JobFactory:
     def response(self, body: ResponsesRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a request of OpenAI's Responses API."""
         model, keys = self._model(body)
-        given, earlier = self._resolved(body.items), self._earlier(body.previous_response_id, reservation)
+        given, earlier = self._resolved(body.items, reservation), self._earlier(body.previous_response_id, reservation)
         messages = messages_of(given, earlier)
         with named_as_input():
             chat = as_chat(body, messages)
@@ -195,13 +195,15 @@ class JobFactory:
         reservation.take(stored.size)
         return stored.messages
 
-    def _resolved(self, items: Sequence[Item]) -> list[Item]:
-        """Replace each reference by the item of a stored response that it names."""
+    def _resolved(self, items: Sequence[Item], reservation: ByteReservation) -> list[Item]:
+        """Replace each reference by the item of a stored response that it names, of which the prompt has the text."""
         made = []
         for i, item in enumerate(items):
-            found = self.responses.output_item(item.id) if isinstance(item, ItemReference) else item
-            if found is None:
-                raise ApiError(400, not_stored("item", item.id), param=f"input[{i}].id")
+            found = item
+            if isinstance(item, ItemReference):
+                if (found := self.responses.output_item(item.id)) is None:
+                    raise ApiError(400, not_stored("item", item.id), param=f"input[{i}].id")
+                reservation.take(memory_of(found.model_dump()))
             made.append(found)
         return made
 
@@ -433,14 +435,30 @@ class JobFactory:
 
     async def _fetch(self, url: str, param: str, reservation: ByteReservation, kind: Kind = "image") -> bytes:
         is_inline = url[:5].lower() == "data:"  # must not queue behind fetches from a slow host
-        turn = self._fetches if kind == "image" else self._video_fetches
-        async with nullcontext() if is_inline else turn:
+        turns = self._fetches if kind == "image" else self._video_fetches
+        async with nullcontext() if is_inline else turns.turn(url):
             try:
                 data = await fetch(url, self._settings.media, kind)
             except MediaError as error:
                 raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
         reservation.take(len(data))
         return data
+
+
+class FetchTurns:
+    """Limits how many fetches run at a time; half of them may be from one host, whose slowness delays others less."""
+
+    def __init__(self, number: int):
+        self._number, self._all = number, asyncio.Semaphore(number)
+        self._by_host: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def turn(self, url: str) -> AsyncIterator[None]:
+        """Wait until a URL may be fetched."""
+        host = url.lower().partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
+        of_host = self._by_host.setdefault(host, asyncio.Semaphore(self._number // 2))
+        async with of_host, self._all:
+            yield
 
 
 def _named(body: SamplingRequest) -> tuple[bool, bool]:

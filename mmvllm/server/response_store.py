@@ -49,7 +49,7 @@ class ResponseStore:
 
     def accepts(self, messages: Sequence[dict], instructions: str | None = None) -> bool:
         """Whether the response to a conversation can be stored, which repeats the `instructions`."""
-        return LARGEST_SHARE * (size_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
+        return LARGEST_SHARE * (memory_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
 
     def add(self, response: dict[str, Any], messages: Sequence[dict], given: Sequence[dict]) -> None:
         """Store a response, without log-probabilities, to a conversation whose last messages are `given`."""
@@ -58,7 +58,7 @@ class ResponseStore:
         data, messages = json.dumps(response).encode(), messages_of(items, messages)
         output = {item["id"]: made for item, made in zip(response["output"], items, strict=True)}
         with self._lock:
-            stored = StoredResponse(data, messages, given, output, len(data) + size_of(messages))
+            stored = StoredResponse(data, messages, given, output, len(data) + memory_of(messages))
             self._stored[response["id"]] = time.monotonic(), stored
             self._response_ids |= dict.fromkeys(output, response["id"])
             self._num_bytes += stored.size
@@ -110,10 +110,10 @@ def not_stored(noun: str, name: str) -> str:
     return f"the {noun} {name!r:.100} is unknown: it was not stored, or it has expired or was evicted"
 
 
-def size_of(value: Any) -> int:
+def memory_of(value: Any) -> int:
     """Bytes in memory of strings, numbers, lists and dicts, with what they hold."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sys.getsizeof(value) + sum(map(size_of, inner))
+    return sys.getsizeof(value) + sum(map(memory_of, inner))
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

@@ -208,44 +208,6 @@ def test_gradio_gets_the_value_that_was_checked(path, name, others, route_filter
     assert seen == [f"{name}=plain".encode()]
 
 
-def test_of_two_responses_with_results_of_a_session_the_later_one_goes_on(route_filter):
-    """Gradio would keep a task for each of several that end together."""
-
-    async def endless(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(scope["number"])
-
-    async def ask(number: int, session: str) -> list[dict]:
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "GET", "path": "/gradio_api/queue/data", "headers": [], "number": number}
-        await route_filter(scope | {"query_string": f"session_hash={session}".encode()}, never, send)
-        return sent
-
-    async def ask_all() -> list[list[dict]]:
-        tasks = [asyncio.create_task(ask(number, "a" if number else "b")) for number in range(4)]
-        await asyncio.sleep(0.05)
-        assert [task.done() for task in tasks] == [False, True, True, False]
-        late = asyncio.create_task(ask(4, "a"))
-        await asyncio.sleep(0.05)
-        assert [task.done() for task in (*tasks, late)] == [False, True, True, True, False]
-        for task in (tasks[0], late):
-            task.cancel()
-        await asyncio.gather(tasks[0], late, return_exceptions=True)
-        return [task.result() for task in tasks[1:]]
-
-    route_filter.app, ended = endless, []
-    for sent in asyncio.run(ask_all()):
-        assert sent[0]["status"] == 200 and not sent[-1].get("more_body", False)
-    assert sorted(ended) == [0, 3, 4] and not route_filter._streams
-
-
 def test_a_stalled_request_times_out(route_filter, monkeypatch):
     monkeypatch.setattr(route_filter_module, "BODY_SECONDS", 0)
     for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/5"):

@@ -118,6 +118,26 @@ def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
     assert asyncio.run(ask()) == 200
 
 
+def test_a_slow_host_does_not_delay_images_from_others():
+    async def fetch(turns: jobs.FetchTurns, url: str) -> None:
+        async with turns.turn(url):
+            await asyncio.sleep(60 if "SLOW" in url else 0)
+
+    async def run() -> None:
+        turns = jobs.FetchTurns(4)
+        urls = [
+            f"http://{login}SLOW.example{port}/{i}" for i in range(4) for login in ("", "a@") for port in ("", ":81")
+        ]
+        tasks = [asyncio.create_task(fetch(turns, url)) for url in urls]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*(fetch(turns, f"https://{i % 2}.example/a") for i in range(6))), 5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_no_image_is_fetched_for_a_request_over_capacity(engine, monkeypatch):
     monkeypatch.setattr(engine, "admission", AdmissionWindow(0))
     monkeypatch.setattr(jobs, "fetch", None)

@@ -210,6 +210,16 @@ def test_a_stored_conversation_is_counted_in_the_bytes_of_a_request(engine):
     post(app, input="x" * 300)  # its bytes are free again
 
 
+def test_each_reference_to_an_item_is_counted_in_the_bytes_of_a_request(engine):
+    """A prompt has the text of the item as often as it is referred to."""
+    app = make_app(engine, max_bodies_bytes=100_000)
+    made = post(app, input="Hi", max_output_tokens=300, ignore_eos=True)
+    reference = {"type": "item_reference", "id": made["output"][0]["id"]}
+    for number, status in ((1, 200), (900, 429), (1, 200)):
+        body = {"input": [user("Hi"), *[reference] * number, user("And now?")], "max_output_tokens": 1}
+        assert call(app, "POST", RESPONSES, json=body).status_code == status
+
+
 def test_many_references_to_one_item_are_quick(app):
     made = post(app, input="Hi", max_output_tokens=400, ignore_eos=True, top_logprobs=20)
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
