@@ -24,7 +24,6 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.media import MediaPolicy
 
 UPLOAD = "/gradio_api/upload"
-QUERY = b"page=/&deep_link=%ff"
 
 
 async def app(scope, receive, send):
@@ -47,9 +46,7 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     return DemoRouteFilter(app, sessions, events={5}, results=results)
 
 
-def messages(
-    route_filter: DemoRouteFilter, path: str, method="POST", receive=None, page=None, query=QUERY, **headers
-) -> list[dict]:
+def messages(route_filter: DemoRouteFilter, path: str, method="POST", receive=None, page=None, **headers) -> list[dict]:
     """The messages of the response."""
     sent = []
 
@@ -61,7 +58,7 @@ def messages(
     raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": page}
     receive = receive or body_of("")
-    asyncio.run(route_filter(scope | {"query_string": query}, receive, send))
+    asyncio.run(route_filter(scope | {"query_string": b"page=/&deep_link=%ff"}, receive, send))
     return sent
 
 
@@ -172,40 +169,6 @@ def test_nothing_but_a_login_is_possible_before_it(route_filter):
             assert (status(route_filter, f"/gradio_api/{path}", method, **keys) == 401) == (not is_let_in)
     for path in ("/", "/login", "/config", "/gradio_api/login_check", "/gradio_api/user", "/gradio_api/startup-events"):
         assert status(route_filter, path, "GET", page=page) == 200
-
-
-@pytest.mark.parametrize("path", ["/", "/demo/", "/config"])
-def test_gradio_gets_no_query_but_of_its_routes(route_filter, path):
-    seen = []
-
-    async def noting(scope, receive, send):
-        seen.append(scope["query_string"])
-        await app(scope, receive, send)
-
-    route_filter.app = noting
-    for route in (path, "/gradio_api/info", "/gradio_api/theme.css", "/gradio_api/queue/data"):
-        status(route_filter, route, "GET")
-    assert seen == [b""] * 4
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [("upload", "upload_id"), ("upload_progress", "upload_id"), ("queue/data", "session_hash")],
-)
-@pytest.mark.parametrize("others", ["&{}=other", "&{}=%s" % ("x" * 9000), "&page=/", "&a=b&{}=%ff"])
-def test_gradio_gets_the_value_that_was_checked(path, name, others, route_filter):
-    """Of several values of a name it takes the last one."""
-    seen = []
-
-    async def noting(scope, receive, send):
-        seen.append(scope["query_string"])
-        await app(scope, receive, send)
-
-    route_filter.app = noting
-    query = f"{name}=plain{others.format(name)}".encode()
-    method, headers = ("POST", {"content_length": 2}) if path == "upload" else ("GET", {})
-    status(route_filter, f"/gradio_api/{path}", method, query=query, **headers)
-    assert seen == [f"{name}=plain".encode()]
 
 
 def test_a_stalled_request_times_out(route_filter, monkeypatch):

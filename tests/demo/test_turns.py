@@ -1,4 +1,4 @@
-"""Gradio makes one response at a time, whoever asks for it and however he leaves; results of no session end."""
+"""Gradio makes one response at a time, however a client leaves, and gets the query that was checked."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Receive
 
 from mmvllm.demo import route_filter as route_filter_module
-from mmvllm.demo.route_filter import DemoRouteFilter
+from mmvllm.demo.route_filter import API, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
@@ -253,3 +253,41 @@ def test_of_two_responses_with_results_of_a_session_the_later_one_goes_on(route_
     for sent in asyncio.run(ask_all()):
         assert sent[0]["status"] == 200 and not sent[-1].get("more_body", False)
     assert sorted(ended) == [0, 3, 4] and not route_filter._streams
+
+
+def queries_of(route_filter: DemoRouteFilter, path: str, method: str, query: bytes) -> list[bytes]:
+    """Those that gradio gets."""
+    seen = []
+
+    async def noting(scope, receive, send):
+        seen.append(scope["query_string"])
+        await app(scope, receive, send)
+
+    async def send(_message):
+        pass
+
+    route_filter.app, route_filter._results.forget_upload = noting, lambda _: None
+    route_filter._results.has_results = lambda session: True
+    scope = scope_of(path, method, b"--", query_string=query)
+    scope["headers"].append((b"content-type", b"multipart/form-data; boundary=x"))
+    asyncio.run(route_filter(scope, client(b"--"), send))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/demo/", "/config", *(API + name for name in ("info", "theme.css", "queue/data"))]
+)
+def test_gradio_gets_no_query_but_of_its_routes(path, route_filter):
+    assert queries_of(route_filter, path, "GET", b"page=/&deep_link=%ff") == [b""]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("upload", "upload_id"), ("upload_progress", "upload_id"), ("queue/data", "session_hash")],
+)
+@pytest.mark.parametrize("others", ["&{}=other", "&{}=" + "x" * 9000, "&page=/", "&a=b&{}=%ff"], ids=len)
+def test_gradio_gets_the_value_that_was_checked(path, name, others, route_filter):
+    """Of several values of a name it takes the last one."""
+    query = f"{name}=plain{others.format(name)}".encode()
+    method = "POST" if path == "upload" else "GET"
+    assert queries_of(route_filter, API + path, method, query) == [f"{name}=plain".encode()]
