@@ -94,7 +94,7 @@ def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _enforceable(schema: Any, drops: bool) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    schema, made = _with_near_bounds(_with_null(_without_contains(schema))), {}
+    schema, made = _with_near_bounds(_with_null(schema)), {}
     for keyword, value in schema.items():
         if _demands_nothing(keyword, value):
             continue
@@ -118,13 +118,6 @@ def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(values := schema.get("enum"), list) and None not in values:
         made["enum"] = [*values, None]
     return made
-
-
-def _without_contains(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without `contains` where no item has to fit it."""
-    if "maxContains" in schema or not is_number(least := schema.get("minContains")) or least != 0:
-        return schema
-    return {name: value for name, value in schema.items() if name not in ("contains", "minContains")}
 
 
 def _with_near_bounds(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -130,15 +130,6 @@ def test_what_is_nullable_as_in_openapi_may_be_null(place):
         assert json.loads(of(json=PLACES[place](part)).json) == PLACES[place](wanted)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_items_of_which_none_has_to_fit_are_free(place):
-    part = {"type": "array", "contains": {"const": 1}, "minContains": 0}
-    assert json.loads(of(json=PLACES[place](part)).json) == PLACES[place]({"type": "array"})
-    for other in ({"minContains": 1}, {"maxContains": 1}, {"minContains": False}):
-        with pytest.raises(RequestError, match="has the keyword 'contains'"):
-            of(json=PLACES[place](part | other))
-
-
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # as pydantic up to 2.12 has it, beside a number
 
 

@@ -11,7 +11,8 @@ from mmvllm.inputs import MediaItem
 
 KEYS = ("bbox_2d", "point_2d")
 LABELS = ("label", "text_content")  # the second where Qwen2.5-VL reads text
-MAX_WASTED = 2**20  # characters that are parsed in vain, or four times the text: 0.03 s
+# Places that may begin an object and do not, and characters that are parsed in vain, or four times the text: 0.03 s.
+MAX_FAILURES, MAX_WASTED = 1000, 2**20
 
 _NUMBER = r"-?\d{1,6}(?:\.\d{1,6})?"
 _PAIR = rf"\(({_NUMBER}),({_NUMBER})\)"
@@ -74,14 +75,13 @@ def spans_in(text: str) -> Iterator[Written]:
 
 def objects_in(text: str) -> Iterator[Written]:
     """What JSON objects in a text say, within a fence of Markdown or not, nested or not, and also of a list cut off."""
-    decoder, at, wasted = json.JSONDecoder(), text.find("{"), 0
+    decoder, at, num_failures, wasted = json.JSONDecoder(), text.find("{"), 0, 0
     most = max(MAX_WASTED, 4 * len(text))
-    while at >= 0 and wasted < most:
+    while at >= 0 and num_failures < MAX_FAILURES and wasted < most:
         try:
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            wasted += _position(error, text) - at + 1
-            end = at + 1
+            num_failures, wasted, end = num_failures + 1, wasted + _position(error, text) - at, at + 1
         else:
             yield from _in_value(value)
         at = text.find("{", end)

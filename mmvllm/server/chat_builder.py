@@ -32,10 +32,13 @@ class ChatResponseBuilder(ResponseBuilder):
         boxes: bool | Literal["stored"] | None = None,
         echoed: str = "",
     ):
-        """`use` says which calls are looked for in completions; `calls_functions` shows the only one in the form that
-        it had before there were tools. With `boxes`, each choice has the boxes that the model
-        wrote: "stored" in pixels of the image as it is stored. The content of each choice begins with `echoed`. Others
-        are as of the base.
+        """Shows calls, boxes and the beginning of the content beyond what the base shows.
+
+        Args:
+            use: which calls are looked for in completions.
+            calls_functions: show the first call alone, in the form that it had before there were tools.
+            boxes: each choice has the boxes that the model wrote; "stored" in pixels of the image as it is stored.
+            echoed: what the content of each choice begins with.
         """
         super().__init__(*args)
         self._use, self._calls_functions, self._with_boxes, self._echoed = use, calls_functions, boxes, echoed
@@ -103,17 +106,17 @@ class ChatResponseBuilder(ResponseBuilder):
             self._readers[index] = CallReader(self._use)
         reader = self._readers[index]
         pieces = reader.feed(delta.text, is_last=delta.finish_reason is not None)
+        if self._calls_functions:
+            pieces = [one for one in pieces if isinstance(one, str) or one.index == 0]
         parts = [{"content": one} if isinstance(one, str) else self._call_part(one) for one in pieces]
         return parts, reader.has_calls
 
     def _call_part(self, piece: CallPiece | CustomCall) -> dict:
         """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
-        if piece.name is None:
-            called, head = {"function": {"arguments": piece.arguments}}, {}
-        else:
-            called, head = _called(piece), {"id": call_id()}
+        called = {"function": {"arguments": piece.arguments}} if piece.name is None else _called(piece)
         if self._calls_functions:
             return {"function_call": called["function"]}
+        head = {} if piece.name is None else {"id": call_id()}
         return {"tool_calls": [{"index": piece.index, **head, **called}]}
 
     def _reason(self, finish_reason: str | None, has_calls: bool) -> str | None:

@@ -126,11 +126,17 @@ class CompletionResponse(Response):
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
         observe = None if self._job.pooling is not None else self._metrics.observer(self._job.params)
         # The session's work is given up when the client has hung up or the deadline has passed.
-        with engine_errors(self._job.spelled), self._decoder.session() as load:
+        prompt = 0
+        with engine_errors(lambda error: self._job.spelled(error, prompt)), self._decoder.session() as load:
             # There may be more inputs of embeddings than the engine admits; prompts of completions are few.
             most = len(self._job.requests) if self._job.pooling is None else self._engine.max_num_seqs
             async with aclosing(_merged(self._streams(load), len(self._job.requests), most)) as deltas:
                 async for prompt, delta in deltas:
+                    if isinstance(delta, Exception):
+                        try:
+                            raise delta
+                        finally:
+                            del delta  # else an error and this frame keep each other alive
                     _check(delta)
                     choice = prompt * self._job.params.n + delta.index
                     if observe is not None:
@@ -170,8 +176,9 @@ def _check(delta: Delta) -> None:
 
 async def _merged(
     streams: Iterator[AsyncGenerator[Delta, None]], number: int, most: int
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index of the stream, delta) of a number of streams in the order of arrival; the first error ends all of them.
+) -> AsyncGenerator[tuple[int, Delta | Exception], None]:
+    """(index of the stream, delta) of a number of streams in the order of arrival; the first error, which is the last
+    item, ends all of them.
 
     At most `most` are read at a time, each in a task, since thousands of tasks would keep the event loop busy.
     """
@@ -182,12 +189,12 @@ async def _merged(
         num_open = number
         while num_open:
             i, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
             if item is None:
                 num_open -= 1
             else:
                 yield i, item
+            if isinstance(item, Exception):
+                return
     finally:
         item = None  # else an error and this frame keep each other alive
         for task in tasks:

@@ -1,7 +1,7 @@
 """Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,23 @@ def engine_errors(spelled: Callable[[ValueError], tuple[str, str]]) -> Iterator[
         code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
         message, param = spelled(error)
         raise ApiError(400, message, param=param, code=code) from error
+
+
+@contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the fields of an ApiError as the request has them, of which another one was made."""
+    try:
+        yield
+    except ApiError as error:
+        error.param, error.detail = error.param and renamed(error.param, names), renamed(error.detail, names)
+        raise
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """The text with each of `names` replaced by its value, in their order."""
+    for name, own in names.items():
+        text = text.replace(name, own)
+    return text
 
 
 def internal_error() -> ApiError:

@@ -24,7 +24,8 @@ from mmvllm.server.completion_builder import CompletionResponseBuilder
 from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder, PoolingResponseBuilder
-from mmvllm.server.errors import ApiError, engine_errors
+from mmvllm.server.errors import ApiError, engine_errors, renamed_errors
+from mmvllm.server.functions import FUNCTIONS_IN_CHATS, with_functions_as_tools
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.media_store import MediaStore, size_of
 from mmvllm.server.models import ServedModels
@@ -44,11 +45,11 @@ from mmvllm.server.response_builder import ResponseBuilder
 from mmvllm.server.response_object import ResponseObjectBuilder
 from mmvllm.server.response_store import ResponseStore, memory_of, not_stored
 from mmvllm.server.responses_as_chat import (
+    NAMES_IN_CHATS,
     as_chat,
     image_params_of,
     in_text_options,
     messages_of,
-    named_as_input,
 )
 from mmvllm.server.responses_request import Item, ItemReference, ResponsesRequest
 from mmvllm.server.settings import ServerSettings
@@ -98,6 +99,7 @@ class CompletionJob:
     includes_usage: bool = False  # in the last chunk
     repeats_usage: bool = False  # in every chunk, as far as it is known
     pooling: PoolingParams | None = None  # where embeddings are wanted
+    fields: Sequence[str] | None = None  # that the prompts come from, where the builder's is not that of all
 
     @property
     def num_images(self) -> int:
@@ -111,16 +113,18 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def spelled(self, error: ValueError) -> tuple[str, str | None]:
-        """The message of an error of the engine, and the field of the request to which it refers."""
-        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error))
+    def spelled(self, error: ValueError, index: int) -> tuple[str, str]:
+        """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
+        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error, index))
 
-    def _param_of(self, error: ValueError) -> str | None:
+    def _param_of(self, error: ValueError, index: int) -> str:
         if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
             return param
         own = getattr(error, "param", None)
         if own == "lora_request":
             return "model"
+        if self.fields is not None:
+            return self.fields[index]
         return own if own in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
 
 
@@ -154,12 +158,14 @@ class JobFactory:
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
         model, keys = self._model(body)
-        use = self._tool_use(body)
+        calls_functions = body.functions is not None or body.function_call is not None
+        with renamed_errors(FUNCTIONS_IN_CHATS) if calls_functions else nullcontext():
+            body = with_functions_as_tools(body)
+            use = self._tool_use(body)
         prompt = self.prompt(body, use.tools, reservation, keys=keys)
         shown = use.params.num_logprobs, body.prompt_logprobs, *_named(body), self._settings.shows_times
         boxes = body.mmvllm.boxes if body.mmvllm else None
-        options = {"use": use, "boxes": boxes, "echoed": convert.echoed_text(body)}
-        options["calls_functions"] = bool(body.functions)
+        options = {"use": use, "calls_functions": calls_functions, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
         self._check_candidates(use.params, 1, builder)
@@ -171,7 +177,7 @@ class JobFactory:
         model, keys = self._model(body)
         given, earlier = self._resolved(body.items, reservation), self._earlier(body.previous_response_id, reservation)
         messages = messages_of(given, earlier)
-        with named_as_input():
+        with renamed_errors(NAMES_IN_CHATS):
             chat = as_chat(body, messages)
             use = self._tool_use(chat)
             prompt = self.prompt(chat, use.tools, reservation, image_params_of(given, earlier), keys)
@@ -249,10 +255,11 @@ class JobFactory:
         model, keys = self._model(body)
         (first, queries), (second, documents) = body.sides()
         requests = [*self._requests(first, queries, body, keys), *self._requests(second, documents, body, keys)]
-        builder = RankingResponseBuilder(model, body, len(queries))
+        builder = RankingResponseBuilder(model, body, len(queries), second)
+        fields = [*_numbered(first, queries), *_numbered(second, documents)]
         described = partial(described_prompts, queries + documents)
         pooling = PoolingParams(pooling=body.pooling or "last")
-        return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)
+        return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling, fields=fields)
 
     def prompt(
         self,
@@ -459,6 +466,11 @@ class FetchTurns:
         of_host = self._by_host.setdefault(host, asyncio.Semaphore(self._number // 2))
         async with of_host, self._all:
             yield
+
+
+def _numbered(field: str, texts: Sequence[str]) -> list[str]:
+    """The path of each text of a field."""
+    return [f"{field}[{i}]" for i in range(len(texts))] if len(texts) > 1 else [field]
 
 
 def _named(body: SamplingRequest) -> tuple[bool, bool]:

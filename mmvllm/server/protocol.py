@@ -13,15 +13,7 @@ from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
-from mmvllm.server.tools import (
-    FunctionReference,
-    Functions,
-    NamedToolChoice,
-    ToolChoice,
-    ToolDefinition,
-    Tools,
-    check_size,
-)
+from mmvllm.server.tools import FunctionChoice, Functions, ToolChoice, Tools, check_size
 from mmvllm.text import some_of
 
 ALL_FRAMES = -1
@@ -322,28 +314,12 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     prediction: Ignored = None
     echo: bool | None = Field(None, description="With continue_final_message: the content begins with that message's.")
     functions: Functions | None = Field(None, description="The older form of tools, for one call at most.")
-    function_call: Literal["none", "auto"] | FunctionReference | None = Field(
-        None, description="The older form of tool_choice, with functions."
-    )
+    function_call: FunctionChoice | None = Field(None, description="The older form of tool_choice, with functions.")
     audio: Unsupported = None
     web_search_options: Unsupported = None
     verbosity: Ignored = None
     documents: Unsupported = None
     include_reasoning: Ignored = None  # the models do not separate reasoning from the completion
-
-    @model_validator(mode="after")
-    def _take_functions(self) -> Self:
-        if not self.functions and self.function_call in (None, "none", "auto"):
-            return self
-        if not self.functions or self.tools or self.tool_choice is not None:
-            raise PydanticCustomError("functions", "function_call needs functions, which exclude tools and tool_choice")
-        self.tools = [ToolDefinition(type="function", function=function) for function in self.functions]
-        is_named = isinstance(self.function_call, FunctionReference)
-        self.tool_choice = (
-            NamedToolChoice(type="function", function=self.function_call) if is_named else self.function_call
-        )
-        self.parallel_tool_calls = False
-        return self
 
 
 def _prompt_tag(prompt: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from mmvllm.outputs import Delta
 from mmvllm.server.errors import ApiError
@@ -24,9 +25,16 @@ from mmvllm.server.protocol import (
 from mmvllm.server.response_builder import ChoiceBuffer
 from mmvllm.server.responses import OMITTED, Usage
 
+# The names of the two sides of /score.
+FIRST, SECOND = ("queries", "text_1", "data_1"), ("documents", "items", "text_2", "data_2")
+
 
 def _text_of(given: Any) -> Any:
-    return given["text"] if isinstance(given, dict) and given.keys() == {"text"} else given
+    if isinstance(given, dict):
+        if given.keys() != {"text"}:
+            raise PydanticCustomError("text", 'must be a string, or {"text": "..."} and nothing else')
+        return given["text"]
+    return given
 
 
 def _as_list(given: Any) -> Any:
@@ -49,6 +57,7 @@ class TextsRequest(StrictModel):
     instruction: Unsupported = None
     max_tokens_per_query: Unsupported = None
     max_tokens_per_doc: Unsupported = None
+    use_activation: Ignored = None  # cosine similarities are those of unit vectors in any case
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None
@@ -67,9 +76,6 @@ class RerankRequest(TextsRequest):
     def sides(self) -> list[tuple[str, list[str]]]:
         """The two fields that are compared, with their texts."""
         return [("query", [self.query]), ("documents", self.documents)]
-
-
-FIRST, SECOND = ("queries", "text_1", "data_1"), ("documents", "items", "text_2", "data_2")
 
 
 class ScoreRequest(TextsRequest):
@@ -136,10 +142,10 @@ class ScoreResponse(BaseModel):
 class RankingResponseBuilder:
     """Responses of /rerank and /score, whose prompts are the queries, and then the documents; they are not streamed."""
 
-    prompt_field = None  # errors of the engine do not say which text they are about
-
-    def __init__(self, model: str, body: RerankRequest | ScoreRequest, num_queries: int):
-        self.model, self._body, self._num_queries, self.num_values = model, body, num_queries, 0
+    def __init__(self, model: str, body: RerankRequest | ScoreRequest, num_queries: int, prompt_field: str):
+        self.id = f"{'rerank' if isinstance(body, RerankRequest) else 'score'}-{uuid.uuid4().hex}"
+        self.model, self.prompt_field, self.num_values = model, prompt_field, 0
+        self._body, self._num_queries = body, num_queries
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
         """Add the numbers of a vector to `num_values`."""
@@ -152,11 +158,9 @@ class RankingResponseBuilder:
         queries, documents = np.split(vectors, [self._num_queries])
         scores = (queries * documents).sum(axis=1).tolist()
         if isinstance(self._body, RerankRequest):
-            results = self._results(scores, self._body)
-            return RerankResponse(id=f"rerank-{uuid.uuid4().hex}", model=self.model, results=results, usage=usage)
+            return RerankResponse(id=self.id, model=self.model, results=self._results(scores, self._body), usage=usage)
         data = [Score(index=i, score=score) for i, score in enumerate(scores)]
-        head = {"id": f"score-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
-        return ScoreResponse(**head, data=data, usage=usage)
+        return ScoreResponse(id=self.id, created=int(time.time()), model=self.model, data=data, usage=usage)
 
     def _results(self, scores: Sequence[float], body: RerankRequest) -> list[RankedResult]:
         most_similar = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]

@@ -1,12 +1,11 @@
 """The chat that a request of OpenAI's Responses API stands for."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 
 from mmvllm.processors.tools import MAX_TOOLS, arguments_as_text
-from mmvllm.server.errors import ApiError, explain
+from mmvllm.server.errors import ApiError, explain, renamed
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
@@ -38,25 +37,9 @@ NAMES_IN_CHATS = {
 }
 
 
-@contextmanager
-def named_as_input() -> Iterator[None]:
-    """Name the fields of an ApiError about the chat as a request has them."""
-    try:
-        yield
-    except ApiError as error:
-        error.param, error.detail = _renamed(error.param), _renamed(error.detail)
-        raise
-
-
 def in_text_options(field: StructuredField) -> StructuredField:
     """What a chat's `response_format` asks for, with the paths of `text.format`."""
-    return StructuredField(field.values, {name: _renamed(path) for name, path in field.paths.items()})
-
-
-def _renamed(text: str | None) -> str | None:
-    for name, own in NAMES_IN_CHATS.items():
-        text = text and text.replace(name, own)
-    return text
+    return StructuredField(field.values, {name: renamed(path, NAMES_IN_CHATS) for name, path in field.paths.items()})
 
 
 def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:

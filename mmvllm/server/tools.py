@@ -149,6 +149,11 @@ ToolChoice = Annotated[
     by_form({"allowed_tools": "allowed tools", "custom": "a custom tool"}),
 ]
 
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], Tag("a word")] | Annotated[FunctionReference, Tag("a function")],
+    Discriminator(lambda choice: "a function" if isinstance(choice, dict | BaseModel) else "a word"),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -206,9 +211,9 @@ def use_of(
         chosen = [tool for tool in given if tool["function"]["name"] in names]
         grammar = tool_call_grammar(chosen, tokenizer, is_parallel)
     _check_beam_search(params, is_restricted=grammar is not None or not is_parallel)
+    if not is_parallel and not demands_call(choice) and params.structured is None:
+        params = replace(params, stop=(*params.stop, END))  # a completion of text and a single call ends with it
     if grammar is None:
-        # With a single call allowed, the completion ends with it.
-        params = params if is_parallel else replace(params, stop=(*params.stop, END))
         return ToolUse(params, given, frozenset(names), custom)
     field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
     return ToolUse(_structured(params, field), given, frozenset(names), custom, field)

@@ -6,12 +6,16 @@ from tests.helpers.server import CHAT, TOKENIZE, answered, call, chat, error_of,
 from tests.helpers.tools import CALL, COUNT, FIND
 
 FUNCTIONS = [COUNT["function"], FIND["function"]]
+STRICT = [COUNT | {"function": COUNT["function"] | {"strict": True}}]
 CALLED = {"name": "count", "arguments": '{"shape": "star", "most": 5}'}
 
 
 @pytest.fixture(scope="module")
 def engine(engine_without_limit):
     return engine_without_limit
+
+
+NOT_ENFORCED = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
@@ -49,6 +53,34 @@ def test_at_most_one_function_is_called(app, engine, monkeypatch):
     assert seen[0] == seen[1] != seen[2]
 
 
+@pytest.mark.parametrize("finish_reason", ["eos", "length"])
+def test_of_several_calls_the_first_one_is_shown_whole_and_streamed(finish_reason, client, writes):
+    """A model may write several before `min_tokens`."""
+    text = f"{CALL}\n{CALL.replace('star', 'circle')}"
+    writes(text, "Hi", finish_reason=finish_reason)
+    asked = chat("Go", functions=FUNCTIONS, n=2)
+    first, second = client.chat.completions.create(**asked).choices
+    assert first.message.function_call.model_dump() == CALLED and second.message.function_call is None
+    reason = {"eos": "function_call"}.get(finish_reason, finish_reason)
+    assert (first.finish_reason, second.message.content) == (reason, "Hi")
+    deltas = [one.delta for chunk in client.chat.completions.create(**asked, stream=True) for one in chunk.choices]
+    assert "".join(delta.function_call.arguments for delta in deltas if delta.function_call) == CALLED["arguments"]
+
+
+@pytest.mark.parametrize("form", [{"functions": [FUNCTIONS[0] | {"strict": True}]}, {"tools": STRICT}])
+def test_a_single_call_ends_a_completion_whose_calls_are_enforced(form, app, engine, monkeypatch):
+    seen, generate = [], engine.generate
+
+    def noted(made, params, **keys):
+        seen.append(params)
+        return generate(made, params, **keys)
+
+    monkeypatch.setattr(engine, "generate", noted)
+    single = {} if "functions" in form else {"parallel_tool_calls": False}
+    answered(app, CHAT, chat("Go", max_tokens=2, **form, **single))
+    assert seen[0].structured is not None and seen[0].stop[-1:] == ("</tool_call>",)
+
+
 def test_no_function_is_called_with_none(client, writes):
     writes(CALL)
     [made] = client.chat.completions.create(**chat("Go", functions=FUNCTIONS, function_call="none")).choices
@@ -79,10 +111,15 @@ def test_a_history_of_this_form_is_that_of_tools(app):
         ({"functions": [COUNT]}, "functions[0].name", "is missing"),
         ({"functions": [{"name": "f", "args": {"a": 1}}]}, "functions[0].args", "does not belong here"),
         ({"functions": [{"name": "f"}] * 129}, "functions", "at most 128 items"),
-        ({"functions": FUNCTIONS, "tools": [COUNT]}, None, "exclude tools"),
-        ({"functions": FUNCTIONS, "tool_choice": "auto"}, None, "exclude tools"),
-        ({"function_call": {"name": "f"}}, None, "needs functions"),
-        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "'none' or 'auto'"),
+        ({"functions": FUNCTIONS, "tools": [COUNT]}, "functions", "newer fields"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "functions", "newer fields"),
+        ({"function_call": "none", "tools": [COUNT]}, "function_call", "newer fields"),
+        ({"function_call": {"name": "f"}}, "function_call", "needs functions"),
+        ({"function_call": {"name": "x"}, "functions": FUNCTIONS}, "function_call.name", "'x', which is not the name"),
+        ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "must be 'none' or 'auto'"),
+        ({"functions": [FUNCTIONS[0]] * 2}, "functions[1].name", "as that of another"),
+        ({"functions": [NOT_ENFORCED]}, "functions[0].parameters", "'not'"),
+        ({"functions": FUNCTIONS, "guided_regex": "a"}, "functions", "unless function_call is none"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call.name", "is missing"),
     ],
 )

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.helpers.server import EMBEDDINGS, call, error_of
+from tests.helpers.server import EMBEDDINGS, call, error_of, make_app
 
+BODIES = {"/rerank": {"query": "a", "documents": ["b"]}, "/score": {"text_1": "a", "text_2": "b"}}
 QUERY, DOCUMENTS = "A red star", ["A blue circle", "The red star", "A red star", "Nothing"]
 
 
@@ -90,14 +91,18 @@ def test_embeddings_are_made_as_the_request_says(keys, app):
         ("/rerank", {"query": "a", "documents": "b"}, "documents", "list"),
         ("/rerank", {"query": "", "documents": ["b"]}, "query", "at least 1"),
         ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "at least 1"),
-        ("/rerank", {"query": "a", "documents": ["b", {"content": []}]}, "documents[1]", "string"),
+        ("/rerank", {"query": "a", "documents": ["b", {"content": []}]}, "documents[1]", 'a string, or {"text"'),
+        ("/rerank", {"query": "a", "documents": [{"text": "a", "title": "b"}]}, "documents[0]", "and nothing else"),
+        ("/rerank", {"query": "a", "documents": ["b", "<|image_pad|>", "c"]}, "documents[1]", "placeholder"),
+        ("/score", {"text_1": "<|image_pad|>", "text_2": ["b", "c"]}, "text_1", "placeholder"),
+        ("/score", {"text_1": ["a", "<|image_pad|>"], "text_2": ["b", "c"]}, "text_1[1]", "placeholder"),
         ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents", "at most 2048"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater than or equal to 0"),
         ("/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "instruction", "not supported"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_k": 1}, "top_k", "top_n"),
         ("/rerank", {"query": "a", "documents": ["b"], "model": "other"}, "model", "other"),
-        ("/rerank", {"query": "a " * 5000, "documents": ["b"]}, None, "maximum context length"),
-        ("/rerank", {"query": "a", "documents": ["b", "a " * 5000]}, None, "maximum context length"),
+        ("/rerank", {"query": "a " * 5000, "documents": ["b"]}, "query", "maximum context length"),
+        ("/rerank", {"query": "a", "documents": ["b", "a " * 5000]}, "documents[1]", "maximum context length"),
         ("/score", {"text_2": "a"}, "queries", "give one of queries, text_1, data_1"),
         ("/score", {"text_1": "a", "data_1": "a", "text_2": "a"}, "queries", "got 2 of them"),
         ("/score", {"text_1": "a"}, "documents", "give one of documents"),
@@ -111,3 +116,12 @@ def test_bodies_that_cannot_be_compared_are_refused_with_the_field(path, body, p
     answer = call(app, "POST", path, json=body)
     assert answer.status_code in (400, 404) and error_of(answer)["param"] == param
     assert words in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/score"])
+@pytest.mark.parametrize("mode", ["facts", "full"])
+def test_requests_are_logged(engine, path, mode, caplog):
+    app = make_app(engine, log_requests=mode)
+    assert answered(app, path, **BODIES[path])["id"] in caplog.text
+    too_long = BODIES[path] | {"query" if path == "/rerank" else "text_1": "a " * 5000}
+    assert call(app, "POST", path, json=too_long).status_code == 400
