@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -182,6 +182,10 @@ class _Work:
     num_prompts: int = 1  # that the engine gets
     outputs: dict[int, RequestOutput] = field(default_factory=dict)  # by the number of the prompt
 
+    def forget_source(self) -> None:
+        """Once it is prepared: a data URI may have megabytes, which a record does not need."""
+        self.task = replace(self.task, item=replace(self.task.item, source=None))
+
 
 class _TasksInFlight:
     """The tasks between finding and recording, by their number."""
@@ -211,6 +215,7 @@ class _TasksInFlight:
         work, prompt = self._works[number], prepared.prompt.result()
         work.num_prompts = 1 + len(prompt.others)
         work.seen, work.num_media_tokens = prompt.seen, prompt.num_media_tokens
+        work.forget_source()
         if self._is_stopped():
             return False
         if self._settings.is_repeatable:

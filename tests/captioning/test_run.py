@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import CaptionSettings, JobError, caption_images
+from mmvllm.captioning import CaptionSettings, JobError, caption_images, captioner
 from mmvllm.captioning.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from mmvllm.intake import Prefetcher
@@ -266,6 +266,18 @@ def test_overwriting_without_images_keeps_the_earlier_output(folder, llm, tmp_pa
     assert out.read_bytes() == before
     assert len(list(run(folder / "a.png", llm, output=out, overwrite=True))) == 1
     assert len(lines(out)) == 1
+
+
+def test_what_was_loaded_is_not_kept_until_its_caption_is_there(folder, llm, tmp_path, monkeypatch):
+    """A data URI may have megabytes, and its duplicates wait as long as the original."""
+    seen, record = [], captioner._record
+    monkeypatch.setattr(captioner, "_record", lambda *given: seen.append(given[1].task.item.source) or record(*given))
+    data = base64.b64encode((folder / "a.png").read_bytes()).decode()
+    lines = [json.dumps({"image": f"data:image/png;base64,{data}", "id": str(i)}) for i in range(3)]
+    (tmp_path / "list.jsonl").write_text("\n".join([*lines, json.dumps({"image": str(folder / "b.png")})]))
+    records = [*caption_images([tmp_path / "list.jsonl"], llm=llm, max_tokens=3)]
+    assert seen == [None] * 2 and len(records) == 4
+    assert all(one["caption"] and one["width"] for one in records)
 
 
 def test_a_changed_data_uri_in_the_same_line_is_another_task(folder, llm, tmp_path):
