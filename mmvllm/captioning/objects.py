@@ -13,6 +13,7 @@ OBJECT = "object"  # of a record whose job has a schema: the parsed caption, Non
 TEXTS = list[str]  # the kind of a column of lists
 _KINDS = {"string": str, "integer": int, "number": float, "boolean": bool}
 _INT64 = 2**63
+MAX_LEVELS = 200  # of a caption's lists and objects: Python parses about 1,000, fewer where functions are nested
 
 
 def schema_text(schema: Any, **texts: str | None) -> str | None:
@@ -33,11 +34,23 @@ def with_object(record: dict) -> dict:
 
 
 def parsed(text: str) -> Any:
-    """What a complete caption says, with finite numbers; None for one that was cut short."""
+    """What a complete caption says, with finite numbers; None for one that was cut short or is nested too deeply."""
     try:
-        return parse_json(text, parse_float=_finite)
+        value = parse_json(text, parse_float=_finite)
     except ValueError:
         return None
+    return value if _has_levels(value, MAX_LEVELS) else None
+
+
+def _has_levels(value: Any, most: int) -> bool:
+    """Whether a value has at most this many levels of lists and objects."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return True
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return False
 
 
 def is_cut(record: dict) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from mmvllm import ArgumentError
 from mmvllm.captioning import PRESET_SCHEMAS, CaptionSettings, caption_images
-from mmvllm.captioning.objects import object_columns, parsed, with_object_columns
+from mmvllm.captioning.objects import MAX_LEVELS, object_columns, parsed, with_object_columns
 from tests.helpers.captioning import many, records
 
 SCHEMA = {
@@ -173,6 +173,17 @@ def test_the_command_names_its_options_in_errors(caption, folder, tmp_path):
     for message, options in wrong.items():
         done = caption(folder, *options)
         assert done.code == 2 and message in done.err
+
+
+def test_how_deeply_captions_may_be_nested_does_not_depend_on_the_callers():
+    def parsed_below(text: str, depth: int):
+        return parsed_below(text, depth - 1) if depth else parsed(text)
+
+    for depth in (0, 300):
+        assert parsed_below("[" * MAX_LEVELS + "1" + "]" * MAX_LEVELS, depth) is not None
+        for text in ("[" * (MAX_LEVELS + 1) + "1" + "]" * (MAX_LEVELS + 1), '{"a":[' * 400 + "1" + "]}" * 400):
+            assert parsed_below(text, depth) is None
+    assert parsed('[{"a": [1]}, "b", 2.5]') == [{"a": [1]}, "b", 2.5] and parsed("[1") is None
 
 
 def test_cells_hold_what_their_columns_can():
