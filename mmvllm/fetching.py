@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from mmvllm.media import Kind, MediaError, MediaPolicy
+from mmvllm.media import MAX_URL_LENGTH, Kind, MediaError, MediaPolicy
 from mmvllm.processors.download import without_login
 from mmvllm.processors.load import decode_data_uri
 from mmvllm.text import with_article
@@ -25,6 +25,8 @@ async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
 
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
+    if len(url) > MAX_URL_LENGTH and url[:5].lower() != "data:":
+        raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
     try:
         async with asyncio.timeout(policy.total_timeout):
             return await _fetch(url, policy, kind)

@@ -16,11 +16,10 @@ from ssl import SSLContext
 
 import httpcore2
 
-from mmvllm.media import Kind, MediaError, MediaPolicy
+from mmvllm.media import MAX_URL_LENGTH, Kind, MediaError, MediaPolicy
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-MAX_URL_LENGTH = 8192
 MAX_ADDRESSES = 4  # per host, tried one after the other
 SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # of a body
 

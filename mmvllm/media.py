@@ -19,6 +19,8 @@ from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
 from mmvllm.processors.video_limits import VideoLimits
 from mmvllm.text import with_article
 
+MAX_URL_LENGTH = 8192  # characters, but for data URIs
+
 if TYPE_CHECKING:
     from mmvllm.processors.video import ClipPlan
 

@@ -119,6 +119,8 @@ class ConstraintFactory:
 
 def check_in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
     """Raise RequestError for the first token id of a parameter that does not exist."""
+    if max(token_ids, default=0) < vocab_size:
+        return
     for token_id in token_ids:
         if token_id >= vocab_size:
             message = f"{name} has {token_id}, token ids of this model are integers in [0, {vocab_size})"

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from mmvllm.async_llm import AsyncLLM, Request
 from mmvllm.fetching import fetch
 from mmvllm.intake import as_request
-from mmvllm.media import Kind, MediaError
+from mmvllm.media import MAX_URL_LENGTH, Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.length_limit import LengthLimit
+from mmvllm.processors.length_limit import LengthLimit, Truncation
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.chat_builder import ChatResponseBuilder
@@ -59,7 +60,8 @@ from mmvllm.server.tools import ToolUse, demands_call, prompt_tools, use_of
 from mmvllm.server.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
 
 _BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would make the event loop wait for each of them
-_COSTLY = (*StructuredFields.model_fields, "tools", "text")  # fields whose schemas and grammars are looked into
+# Fields whose schemas and grammars are looked into.
+_COSTLY = (*StructuredFields.model_fields, "tools", "functions", "text")
 MAX_LOGPROBS_OF_CANDIDATES = 2**21  # of a request: 0.3 GB
 MAX_FETCHES = 16
 MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
@@ -113,7 +115,7 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def spelled(self, error: ValueError, index: int) -> tuple[str, str]:
+    def spelled(self, error: ValueError, index: int = 0) -> tuple[str, str]:
         """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
         return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error, index))
 
@@ -371,8 +373,10 @@ class JobFactory:
             message = f"truncate_prompt_tokens must be at most max_model_len, {most}, got {truncation}"
             raise ApiError(400, message, param="truncate_prompt_tokens")
         else:
-            keys = keys | {"truncate_prompt_tokens": max(1, most - room) if truncation < 0 else truncation}
-            keys["truncation_side"] = body.truncation_side
+            cut = Truncation(max(1, most - room) if truncation < 0 else truncation, body.truncation_side or "left")
+            keys = keys | {"truncate_prompt_tokens": cut.num_tokens, "truncation_side": cut.side}
+            # A million of them would be copied before they are cut.
+            prompts = [one if isinstance(one, str) else cut.cut(one) for one in prompts]
         return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def _check_trusted(self, body: ChatPrompt) -> None:
@@ -462,7 +466,10 @@ class FetchTurns:
     @asynccontextmanager
     async def turn(self, url: str) -> AsyncIterator[None]:
         """Wait until a URL may be fetched."""
-        host = url.lower().partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0]
+        try:
+            host = urlsplit(url[:MAX_URL_LENGTH]).hostname or ""
+        except ValueError:  # of a URL that will be refused
+            host = ""
         of_host = self._by_host.setdefault(host, asyncio.Semaphore(self._number // 2))
         async with of_host, self._all:
             yield

@@ -6,9 +6,12 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.processors.tensors import own_token_ids
+from mmvllm.sampling_params import SamplingParams
 from mmvllm.schema_keywords import MAX_SCHEMAS
 from mmvllm.server import completion_response, embedding_response, jobs, response_builder
 from mmvllm.server.chat_builder import ChatResponseBuilder
@@ -133,7 +136,13 @@ def test_more_schemas_than_can_be_looked_into_are_refused(app, keys, param):
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_costly"), [({}, False), ({"guided_json": {"type": "object"}}, True), ({"tools": STRICT}, True)]
+    ("keys", "is_costly"),
+    [
+        ({}, False),
+        ({"guided_json": {"type": "object"}}, True),
+        ({"tools": STRICT}, True),
+        ({"functions": [one["function"] for one in STRICT]}, True),
+    ],
 )
 def test_schemas_are_looked_into_beside_the_event_loop(engine, monkeypatch, keys, is_costly):
     names, make = [], JobFactory.chat
@@ -300,6 +309,35 @@ def test_log_probabilities_of_a_stream_are_written_in_a_thread_if_there_are_many
         assert "[DONE]" in call(app, "POST", CHAT, json=body).text
         assert {name.startswith("mmvllm-response") for name in threads} == {in_thread}
         threads.clear()
+
+
+def test_ids_that_are_cut_off_are_not_copied(app, engine, monkeypatch):
+    """A million of them took the event loop 0.3 s for each request."""
+    seen, generate = [], engine.generate
+    monkeypatch.setattr(
+        engine, "generate", lambda given, *args, **keys: seen.append(given) or generate(given, *args, **keys)
+    )
+    ids = [*range(5, 300)] * 100
+    for side, want in (("left", ids[-5:]), ("right", ids[:5])):
+        keys = {"truncate_prompt_tokens": 5, "truncation_side": side}
+        for path, field in ((COMPLETIONS, "prompt"), (EMBEDDINGS, "input")):
+            assert call(app, "POST", path, json={"model": "bundled", field: [ids, [7]], **keys}).is_success
+        assert [one["prompt_token_ids"] for one in seen] == [want, [7]] * 2
+        seen.clear()
+
+
+def test_a_vocabulary_of_token_ids_is_read_quickly():
+    ids = [*range(2**18)]
+
+    def seconds(given: list) -> float:
+        begin = time.thread_time()
+        SamplingParams(allowed_token_ids=given)
+        own_token_ids(given)
+        return time.thread_time() - begin
+
+    numbers = [*map(np.int64, ids)]  # which are looked at one by one
+    assert min(seconds(ids) for _ in range(3)) < 0.3 * min(seconds(numbers) for _ in range(3))
+    assert SamplingParams(allowed_token_ids=numbers) == SamplingParams(allowed_token_ids=ids)
 
 
 def test_allowed_tokens_are_limited(app):

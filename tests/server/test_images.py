@@ -11,7 +11,9 @@ from mmvllm.media import MediaPolicy
 from mmvllm.server import jobs
 from tests.helpers.server import (
     CHAT,
+    RESPONSES,
     SCENES,
+    TOKENIZE,
     call,
     chat,
     data_uri,
@@ -19,6 +21,7 @@ from tests.helpers.server import (
     image_part,
     make_app,
     png,
+    user,
 )
 from tests.helpers.web import serving_files
 
@@ -118,6 +121,27 @@ def test_a_data_uri_does_not_wait_for_a_slow_host(engine, monkeypatch):
     assert asyncio.run(ask()) == 200
 
 
+@pytest.mark.spawns
+def test_a_damaged_image_is_refused_wherever_a_prompt_is_made(app):
+    part = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgoAAAANSUhEUg=="}
+    body = {"input": [{"role": "user", "content": [part]}]}
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        answer = call(app, "POST", path, json=body)
+        assert answer.status_code == 400 and error_of(answer)["param"] == "input[0].content[0].image_url"
+    answer = call(app, "POST", TOKENIZE, json={"messages": [user(image_part(part["image_url"]))]})
+    assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[0].image_url.url"
+
+
+@pytest.mark.parametrize("length", [8193, 10_000_000])
+def test_a_url_is_short(engine, length):
+    app = make_app(engine, media=MediaPolicy(allowed_domains=("*",)))
+    for url in ("http://" + "é" * (length - 7), "file:/" + "a" * (length - 6)):
+        error = error_of(call(app, "POST", CHAT, json=chat(image_part(url))))
+        assert (
+            f"the URL has {length} characters; the maximum is 8192" in error["message"] and len(error["message"]) < 200
+        )
+
+
 def test_a_slow_host_does_not_delay_images_from_others():
     async def fetch(turns: jobs.FetchTurns, url: str) -> None:
         async with turns.turn(url):
@@ -125,9 +149,8 @@ def test_a_slow_host_does_not_delay_images_from_others():
 
     async def run() -> None:
         turns = jobs.FetchTurns(4)
-        urls = [
-            f"http://{login}SLOW.example{port}/{i}" for i in range(4) for login in ("", "a@") for port in ("", ":81")
-        ]
+        ends = ("/{}", ":81/{}", "?{}", "#{}", ":81?{}")
+        urls = [f"http://{login}SLOW.example{end.format(i)}" for i in range(4) for login in ("", "a@") for end in ends]
         tasks = [asyncio.create_task(fetch(turns, url)) for url in urls]
         await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*(fetch(turns, f"https://{i % 2}.example/a") for i in range(6))), 5)
