@@ -150,8 +150,10 @@ class Handlers:
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
-            media = await self._read_draft(session, read_paths(paths), options)
-            session.forget_files()
+            try:
+                media = await self._read_draft(session, read_paths(paths), options)
+            finally:
+                session.forget_files()
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
             return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
@@ -280,7 +282,8 @@ class Handlers:
             yield self._view(session, box)
 
     def _view(self, session: Session, box: Any) -> View:
-        gallery = [(str(one.path), caption) for one, caption in session.gallery]
+        # Paths, since gradio would write a file into the result whose path is a string that ends with .svg.
+        gallery = [(one.path, caption) for one, caption in session.gallery]
         record = to_record(session.turns)
         return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery)), record
 

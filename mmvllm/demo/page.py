@@ -16,6 +16,7 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.route_filter import MAX_UNREAD, RESPONSE
 from mmvllm.demo.session import MAX_SESSIONS, NobodyReads, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
@@ -36,7 +37,8 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
-MAX_EVENTS = 2 * MAX_SESSIONS  # at a time, of which an answer is one until it ends; gradio's default is 40
+# At a time, of which an answer is one until it ends: there are places for those of all sessions. Gradio's default: 40.
+MAX_EVENTS = MAX_UNREAD * MAX_SESSIONS
 MAX_WAITING = MAX_SESSIONS // 2  # further events, each of which gradio tells of every event that begins
 MOST_TOKENS = 1280  # default maximum of tokens per image
 
@@ -93,6 +95,16 @@ class Page(gr.Blocks):
                 send_message(event, message)
 
         queue.push, queue.send_message = counted_push, send_if_known
+
+    @property
+    def is_running(self) -> bool:
+        """What the tasks that gradio starts for a response with results ask, and go on for ever if it ends suddenly."""
+        response = RESPONSE.get()
+        return self._is_running and (response is None or not response.has_ended)
+
+    @is_running.setter
+    def is_running(self, value: bool) -> None:
+        self._is_running = value
 
     def count_event_bytes(self) -> int:
         """The size of the bodies of all events that have not ended."""

@@ -3,9 +3,10 @@
 import asyncio
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import nullcontext, suppress
-from typing import Protocol
+from contextvars import ContextVar, copy_context
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
@@ -65,6 +66,29 @@ FORGET_SECONDS = 10.0
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
+class OpenResponse:
+    """A response with the results of a session. The tasks that gradio starts for it have it as `RESPONSE`.
+
+    Args:
+        responding: makes gradio's response, which is sent in turns of `sending`.
+    """
+
+    def __init__(self, responding: Callable[[], Coroutine[Any, Any, None]]):
+        self.sending, self.has_ended = asyncio.Lock(), False
+        context = copy_context()
+        context.run(RESPONSE.set, self)
+        self.task = asyncio.create_task(responding(), context=context)
+
+    async def end(self) -> None:
+        """End it early, between two messages: gradio fails within one."""
+        async with self.sending:
+            self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+RESPONSE: ContextVar[OpenResponse | None] = ContextVar("RESPONSE", default=None)
+
+
 class Results(Protocol):
     """The results of a session's events, which its browser reads from one endless response."""
 
@@ -95,7 +119,7 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
-        self._streams: dict[str, asyncio.Task] = {}  # open responses with results, by session
+        self._streams: dict[str, OpenResponse] = {}  # by session
         sessions.is_read = lambda session_id: session_id in self._streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -188,11 +212,10 @@ class DemoRouteFilter:
     async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
         """The results of a session's events; gradio's response of one that it does not know would never be complete.
 
-        A browser reads one response at a time. Of several, gradio would keep a task for good when they end together.
+        A browser reads one response at a time, so that a later one ends it.
         """
         while (older := self._streams.get(session)) is not None:
-            older.cancel()
-            await asyncio.wait([older])
+            await older.end()
         unknown = Response(UNKNOWN_SESSION, media_type="text/event-stream")
         if not self._results.has_results(session):
             return await unknown(scope, receive, send)
@@ -201,20 +224,28 @@ class DemoRouteFilter:
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
             has_started = True
-            await send(message)
+            async with response.sending:
+                await send(message)
 
-        responding = self._streams[session] = asyncio.create_task(self.app(scope, receive, send_and_note))
-        responding.add_done_callback(lambda _: self._streams.pop(session))
+        def forget(_: asyncio.Task) -> None:
+            del self._streams[session]
+            response.has_ended = True
+
+        response = self._streams[session] = OpenResponse(lambda: self.app(scope, receive, send_and_note))
+        responding, closing = response.task, asyncio.create_task(self._sessions.closing())
+        responding.add_done_callback(forget)
         try:
-            await asyncio.wait([responding])
+            await asyncio.wait((responding, closing), return_when=asyncio.FIRST_COMPLETED)
         finally:
             responding.cancel()
+            closing.cancel()
+            await asyncio.gather(responding, closing, return_exceptions=True)
         error = None if responding.cancelled() else responding.exception()
         if error is not None and not has_started:
             raise error
         if error is not None:  # of a session that was forgotten meanwhile; the browser has been told
             await send({"type": "http.response.body", "body": b""})
-        elif responding.cancelled():  # by a later response
+        elif responding.cancelled():  # by a later response, or because the page closes
             await (send({"type": "http.response.body", "body": b""}) if has_started else unknown(scope, receive, send))
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:

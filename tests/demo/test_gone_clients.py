@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("gradio")
 from mmvllm.demo import session as session_module
 from mmvllm.demo.handlers import MAX_UNREAD_UPDATES
 from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.route_filter import RESPONSE, OpenResponse
 from tests.helpers.images import encode
 from tests.helpers.pages import CONTROLS, event, in_steps, post, until
 from tests.helpers.requests import noise_image
@@ -103,6 +105,54 @@ def test_no_file_is_read_for_a_session_that_was_removed(site, monkeypatch):
     until(lambda: (session := site.page.sessions._sessions.get("removed")) and session.unread_since)
     site.page.sessions._remove(site.page.sessions._sessions["removed"])
     until(lambda: not site.page._queue.event_ids_to_events)
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize("name", ["x.svg", "X.SVG", "x.gif"])
+def test_a_result_has_the_path_of_a_picture_however_it_is_named(name, site):
+    """Gradio would write a file into it whose path ends with .svg."""
+    picture = encode(noise_image(60, 60, seed=5)) + bytes(100_000)
+    [path] = post(f"{site.url}gradio_api/upload", files=[("files", (name, picture, "image/png"))]).json()
+    turns = [{"question": "q", "answer": "a", "note": "", "images": [path]}] * 3
+    end, _ = event(site, "conversations", "restore", [], f"named-{name.replace('.', '-')}", kept(turns))
+    assert end["success"] and path in json.dumps(end) and len(json.dumps(end)) < 20_000
+
+
+def test_what_gradio_starts_for_a_response_ends_with_it(site):
+    """Its heartbeat asks whether the page is running."""
+
+    async def run() -> list[bool]:
+        made = OpenResponse(lambda: asyncio.sleep(60))
+        context = copy_context()
+        context.run(RESPONSE.set, made)
+        seen = [context.run(lambda: site.page.is_running)]
+        await made.end()
+        made.has_ended = True
+        return [*seen, context.run(lambda: site.page.is_running), site.page.is_running]
+
+    assert asyncio.run(run()) == [True, False, True]
+
+
+def test_a_response_ends_between_two_messages():
+    async def run() -> list[str]:
+        seen = []
+
+        async def respond() -> None:
+            try:
+                async with made.sending:
+                    await asyncio.sleep(0.05)
+                    seen.append("sent")
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                seen.append("ended")
+                raise
+
+        made = OpenResponse(respond)
+        await asyncio.sleep(0)
+        await made.end()
+        return seen
+
+    assert asyncio.run(run()) == ["sent", "ended"]
 
 
 def test_a_result_for_a_session_that_is_gone_stops_nothing(site):

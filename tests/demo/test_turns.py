@@ -250,6 +250,7 @@ def test_of_two_responses_with_results_of_a_session_the_later_one_goes_on(route_
 
     route_filter.app, ended = endless, []
     route_filter._results.has_results = lambda session: True
+    route_filter._sessions.closing = lambda: asyncio.sleep(60)
     for sent in asyncio.run(ask_all()):
         assert sent[0]["status"] == 200 and not sent[-1].get("more_body", False)
     assert sorted(ended) == [0, 3, 4] and not route_filter._streams

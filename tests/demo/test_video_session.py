@@ -181,6 +181,18 @@ def test_no_more_videos_are_counted_than_fit(handlers, engine, monkeypatch):
     assert sum(numbers[:-1]) < engine.max_model_len <= sum(numbers) and len(numbers) < 200
 
 
+@pytest.mark.spawns
+def test_nothing_is_kept_of_a_draft_that_cannot_be_read(handlers):
+    """What was read of a video has frames."""
+    clips, broken = [sent(handlers, f"{i}.mp4") for i in range(2)], handlers.uploads.folder / "hash" / "broken.png"
+    broken.parent.mkdir()
+    broken.write_bytes(b"no image")
+    for clip in clips:
+        assert 'class="bad"' in counted(handlers, clip, str(broken))
+        assert all(path in handlers.sessions.get("one").draft for path in handlers.sessions.get("one").known)
+    assert {path.name for path in handlers.sessions.get("one").known} <= {"1.mp4"}
+
+
 def test_a_timestamp_is_tokenized_once(engine):
     rules = ClipRules.of(engine)
     assert rules.encode("<1.0 seconds>") == engine.tokenizer.encode("<1.0 seconds>")
