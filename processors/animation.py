@@ -86,7 +86,10 @@ class _Animation:
                 _logger.warning("%s: has %d frames, %d of them can be decoded", self._name, number, i)
                 return
             is_page = self._image.format == "TIFF"
-            yield 1000 / DEFAULT_FPS if is_page else self._image.info.get("duration") or DEFAULT_MILLISECONDS
+            duration = 1000 / DEFAULT_FPS if is_page else self._image.info.get("duration") or DEFAULT_MILLISECONDS
+            if duration < 0:  # libwebp counts milliseconds in 32 bits
+                raise VideoError(self._name, f"frame {i} lasts {duration} ms; write the animation with shorter times")
+            yield duration
 
 
 def _read(data: bytes, name: str, limits: VideoLimits, reserve: Reserve, use: Callable[[_Animation], T]) -> T:

@@ -11,7 +11,7 @@ from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import RequestError
 from mmvllm.processors.clip import VideoInfo
 
-MAX_CLIPS = 10_000  # of a video
+MAX_CLIPS, MAX_CHARACTERS = 10_000, 2**26  # of a video; of the item's texts in the records of all its clips
 SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
@@ -50,6 +50,9 @@ def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
     if number > MAX_CLIPS:
         limit = f"at most {MAX_CLIPS} are captioned; give more seconds for each (--clip-seconds)"
         raise RequestError(f"has {number} clips of {seconds:g} s, {limit}")
+    length = sum(len(text or "") for text in (item.path, item.id, item.prompt, item.context))
+    if number * length > MAX_CHARACTERS:
+        raise RequestError(f"has {number} clips, each with {length} characters of path, id and prompt; shorten these")
     for i in range(number):
         first = _milliseconds(start + i * seconds)
         last = _milliseconds(end if i == number - 1 else start + (i + 1) * seconds)

@@ -7,9 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mmvllm.captioning.names import MAX_PATH
 from mmvllm.captioning.tars import TarMember
 
-MAX_PATH = 4096  # characters, more than systems allow; what is longer is no file
 _NO_FILE = re.compile(r"(https?|file|data):", re.IGNORECASE)
 
 

@@ -16,6 +16,7 @@ SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
 MAX_NAME = 65_536  # characters of a path or a URL
+MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
@@ -83,7 +84,7 @@ def _json_item(line: _Line) -> Item:
         return Item(line.name, line.relative, None, error=f"is not valid JSON ({getattr(error, 'msg', error)})")
     if not isinstance(record, dict):
         return Item(line.name, line.relative, None, error='is not an object; write {"image": PATH}')
-    id = str(record["id"]) if _has_type(record.get("id"), (str, int)) else None
+    id = str(record["id"])[: MAX_LENGTHS["id"]] if _has_type(record.get("id"), (str, int)) else None
     if (problem := _problem(record)) is not None:
         return Item(line.name, line.relative, None, id, error=problem)
     own = (id, record.get("prompt"), record.get("context"))
@@ -108,6 +109,8 @@ def _problem(record: dict) -> str | None:
             return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
         if "\0" in str(record.get(key, "")):
             return f'"{key}" has a NUL character'
+        if (length := len(str(record.get(key, "")))) > MAX_LENGTHS.get(key, length):
+            return f'"{key}" has {length} characters, at most {MAX_LENGTHS[key]} are accepted'
     return _problem_of_range(record)
 
 

@@ -6,6 +6,7 @@ processes, which have limits.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,12 +14,14 @@ from PIL.Image import Image
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import FORMATS
+from mmvllm.captioning.tars import TarMember
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
 from mmvllm.config import MiB
 from mmvllm.decoding import import_video_decoders, memory_of_video
 from mmvllm.errors import RequestError
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING, DecodeBudget
 from mmvllm.processors.clip import Clip, VideoInfo
+from mmvllm.processors.decode import Reserve
 from mmvllm.processors.draft import Draft
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video, load_video_info
@@ -126,24 +129,31 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
 def load_limited_image(item: Item, draft: Draft | None) -> Image:
     """The image of an item, within the limit of memory; raises ValueError."""
     with reserve_in_parent(item.num_bytes):
-        return _limited(lambda source: load_image(source, draft, formats=FORMATS, reserve=reserve_in_parent), item)
+        return _limited(lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item)
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:
     """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
-    return _limited(lambda source: load_video(source, plan, reserve=reserve_in_parent), item)
+    return _limited(lambda source, reserve: load_video(source, plan, reserve=reserve), item)
 
 
 def _load_info(item: Item) -> VideoInfo:
     # Clips are made of all of its time, so that two frames that are years apart would be millions.
-    return _limited(lambda source: load_video_info(source, reserve=reserve_in_parent, counts=True), item)
+    return _limited(lambda source, reserve: load_video_info(source, reserve=reserve, counts=True), item)
 
 
-def _limited(load: Callable[[Any], T], item: Item) -> T:
-    source = item.read()
+def _limited(load: Callable[[Any, Reserve], T], item: Item) -> T:
+    """What `load` makes of the item's source; the bytes of a tar's member, which are read whole, count until then."""
+    num_bytes = item.num_bytes if isinstance(item.source, TarMember) else 0
+
+    def reserve(more: int) -> AbstractContextManager[None]:
+        return reserve_in_parent(num_bytes + more)
+
+    with reserve(0) if num_bytes else nullcontext():
+        source = item.read()
     try:
         with memory_of_video():
-            return load(source)
+            return load(source, reserve)
     except MemoryError:
         pass
     raise RequestError("takes too much memory to decode; shrink it")  # here, where the error above is gone

@@ -13,6 +13,7 @@ FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM"
 _VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
 VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
 ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # those that may have many frames
+MAX_PATH = 4096  # characters, more than systems allow; what is longer is no file
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
 _ON_WINDOWS = os.name == "nt"
 _ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # in names on Windows

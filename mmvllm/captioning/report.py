@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from mmvllm.captioning.items import MAX_PATH
+from mmvllm.captioning.names import MAX_PATH
 from mmvllm.captioning.record import as_line, is_clip
 from mmvllm.captioning.replacing import check_regular, replacing
 from mmvllm.captioning.several import LIST, shown_captions
@@ -35,6 +35,7 @@ GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_IMAGES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
 MAX_BOXES = 100  # drawn on one image
+MAX_CHARACTERS = 2**18  # of a record's line; longer ones are counted, and not shown
 BLOCK = 100  # records in one piece of JSON
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 LOOKAHEAD = 8 * NUM_WORKERS
@@ -119,7 +120,7 @@ class _Tally:
     """Counts over all records, including those that are not shown."""
 
     def __init__(self):
-        self.captioned = self.failed = self.duplicates = self.clips = 0
+        self.captioned = self.failed = self.duplicates = self.clips = self.long = 0
         self.times = array("d")  # of records that are not shown, only these 8 bytes are kept
 
     def add(self, record: dict) -> bool:
@@ -128,11 +129,13 @@ class _Tally:
             self.times.append(time)
         self.clips += is_clip(record)
         self.duplicates += record.get("duplicate_of") is not None
+        is_short = len(as_line(record)) <= MAX_CHARACTERS
+        self.long += not is_short
         if record.get("error") is not None:
             self.failed += 1
-            return self.failed <= MAX_FAILURES
+            return is_short and self.failed <= MAX_FAILURES
         self.captioned += 1
-        return self.captioned <= MAX_IMAGES
+        return is_short and self.captioned <= MAX_IMAGES
 
     @property
     def noun(self) -> str:
@@ -149,7 +152,9 @@ class _Tally:
             text += f" The first {MAX_IMAGES:,} of {self.captioned:,} captioned {self.noun.lower()} are shown."
         if self.failed > MAX_FAILURES:
             text += f" The first {MAX_FAILURES:,} of {self.failed:,} failures are shown."
-        if self.captioned > MAX_IMAGES or self.failed > MAX_FAILURES:
+        if self.long:
+            text += f" {_count(self.long, 'record')} of more than {MAX_CHARACTERS:,} characters are not shown."
+        if self.captioned > MAX_IMAGES or self.failed > MAX_FAILURES or self.long:
             text += " A download has only the records that are shown."
         return text
 

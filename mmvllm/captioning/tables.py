@@ -2,8 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from mmvllm.captioning.record import COLUMNS
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.several import with_caption_columns
 
-ROWS_PER_GROUP = 8192
+ROWS_PER_GROUP, CHARACTERS_PER_GROUP = 8192, 2**26
 
 
 def write_csv(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
@@ -36,8 +35,21 @@ def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str
 
     with replacing(path, "wb", synced=True) as file, parquet.ParquetWriter(file, schema) as table:
         rows = (_as_unicode(_as_row(record, of_objects)) for record in records)
-        while group := list(islice(rows, ROWS_PER_GROUP)):
+        for group in _groups(rows):
             table.write_table(pa.Table.from_pylist(group, schema))
+
+
+def _groups(rows: Iterable[dict]) -> Iterator[list[dict]]:
+    """Rows that are written together: a caption may have millions of characters."""
+    group, num_characters = [], 0
+    for row in rows:
+        group.append(row)
+        num_characters += sum(len(value) for value in row.values() if isinstance(value, str))
+        if len(group) == ROWS_PER_GROUP or num_characters >= CHARACTERS_PER_GROUP:
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group
 
 
 def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from mmvllm.captioning.names import is_media_name, is_video_name
+from mmvllm.captioning.names import MAX_PATH, is_media_name, is_video_name
 from mmvllm.processors.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
@@ -142,6 +142,8 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
             while (header := tar.next()) is not None:
                 if any(name.startswith("GNU.sparse.") for name in tar.pax_headers):
                     raise tarfile.ReadError("it says of all members that they are sparse; write it without --sparse")
+                if len(header.name) > MAX_PATH:
+                    raise tarfile.ReadError(f"a name has {len(header.name)} characters, more than {MAX_PATH}")
                 tar.members.clear()  # tarfile would keep every header
                 is_cut = _is_plain(header) and header.offset_data + header.size > end
                 if is_cut or header.size < 0 or tar.offset <= header.offset:

@@ -159,6 +159,15 @@ def test_a_video_of_more_clips_than_are_captioned_is_refused(llm, tmp_path, monk
     assert len([*run([path], llm, clip_seconds=1.25)]) == 4
 
 
+def test_long_texts_are_not_repeated_for_many_clips(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(clips_module, "MAX_CHARACTERS", 5000)
+    make_clip(tmp_path / "a.mp4", 41)
+    for length, number in ((400, 5), (1000, 1)):
+        (tmp_path / "list.jsonl").write_text(json.dumps({"video": "a.mp4", "id": "x" * length}))
+        records = [*run([tmp_path / "list.jsonl"], llm, clip_seconds=1)]
+        assert len(records) == number and (number > 1 or "has 5 clips, each with" in records[0]["error"])
+
+
 def test_duplicates_are_clips_with_equal_frames_and_options(clips, llm, tmp_path):
     lines = [
         {"video": str(clips / "a.mp4"), "id": "first"},

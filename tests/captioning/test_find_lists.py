@@ -12,6 +12,7 @@ import pytest
 from mmvllm.captioning import lists as lists_module
 from mmvllm.captioning.find import find_items
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.lists import MAX_LENGTHS
 from tests.helpers.finding import put, relatives
 
 DATA = "data:image/png;base64,iVBORw0K"
@@ -65,6 +66,16 @@ def test_a_text_with_a_nul_is_refused(key, tmp_path):
     (tmp_path / "list.jsonl").write_text(json.dumps({"image": "a.png", key: "a\0b"}))
     (item,) = find_items([tmp_path / "list.jsonl"])
     assert item.error == f'"{key}" has a NUL character'
+
+
+@pytest.mark.parametrize(("key", "most"), MAX_LENGTHS.items())
+def test_texts_that_records_repeat_are_limited(key, most, tmp_path):
+    lines = [json.dumps({"image": "a.png", key: "x" * length}) for length in (most, most + 1)]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    first, second = find_items([tmp_path / "list.jsonl"])
+    assert first.error is None and len(getattr(first, key)) == most
+    assert second.error == f'"{key}" has {most + 1} characters, at most {most} are accepted'
+    assert len(second.id or "") <= MAX_LENGTHS["id"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 
 from mmvllm.captioning import tars
 from mmvllm.captioning.find import find_items
+from mmvllm.captioning.names import MAX_PATH
 from mmvllm.captioning.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
 from mmvllm.processors.load import load_image
 from tests.helpers.finding import errors, make_tar, put, relatives
@@ -223,6 +224,17 @@ def test_attributes_are_limited_however_many_headers_have_them(kinds, tmp_path):
     tracemalloc.stop()
     assert most < 20_000_000 and (item.error is None or f"more than {MAX_VALUES} values" in item.error)
     assert (item.error is None) == ("g" not in kinds)
+
+
+def test_a_name_that_no_system_has_ends_the_tar(tmp_path):
+    """All members may have it, by a header of 250 kB, and each has a record."""
+    name = "a" * (MAX_PATH - 4) + ".png"
+    tar = make_tar(tmp_path / "s.tar", {"a.png": b"1", name: b"2", f"b{name}": b"3", "c.png": b"4"})
+    a, b, error = find_items([tar])
+    assert (a.error, b.error) == (None, None) and b.path.endswith(name)
+    assert (
+        error.error == f"the tar is damaged or truncated (a name has {MAX_PATH + 1} characters, more than {MAX_PATH})"
+    )
 
 
 def test_a_tar_without_members_or_end_marker_is_complete(tmp_path):

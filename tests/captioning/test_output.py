@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import caption_images
+from mmvllm.captioning import caption_images, tables
 from mmvllm.captioning.files import FILE_FORMATS
 from mmvllm.captioning.output import FORMATS
 from mmvllm.captioning.record import COLUMNS
@@ -125,6 +125,19 @@ def test_parquet_is_read_back_by_pyarrow_with_its_types(caption, folder, tmp_pat
     assert table.to_pylist() == [
         {name: shown(value) if isinstance(value, str) else value for name, value in record.items()} for record in made
     ]
+
+
+def test_rows_are_written_in_groups_of_limited_size(tmp_path, monkeypatch):
+    """A caption may have millions of characters."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(tables, "CHARACTERS_PER_GROUP", 1000)
+    records = [
+        dict.fromkeys(COLUMNS) | {"path": f"{i}", "caption": "x" * size} for i, size in enumerate([1, 999, 5, 2000])
+    ]
+    tables.write_parquet(tmp_path / "out.parquet", records, (), {})
+    file = parquet.ParquetFile(tmp_path / "out.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [2, 2]
+    assert [len(text) for text in file.read()["caption"].to_pylist()] == [1, 999, 5, 2000]
 
 
 def test_txt_files_are_the_captions(caption, folder, tmp_path):

@@ -262,6 +262,19 @@ def test_captioned_and_failed_images_have_separate_limits(tmp_path, monkeypatch)
         assert ("The first 3 of 10 failures are shown." in text) == (len(records) > 8)
 
 
+def test_records_of_many_characters_are_counted_and_not_shown(tmp_path, monkeypatch):
+    """A hundred of them at a time would take gigabytes."""
+    monkeypatch.setattr(report, "MAX_CHARACTERS", 2000)
+    texts = [record("a", caption="x" * 3000), record("b"), record("c", caption=None, error="y" * 3000)]
+    shown = page(tmp_path / "report.html", texts)
+    assert [card["path"] for card in shown.records] == ["b"]
+    text = "".join(shown.all("p"))
+    assert (
+        "3 images: 2 captioned, 1 failed" in text and "2 records of more than 2,000 characters are not shown." in text
+    )
+    assert "A download has only the records that are shown." in text
+
+
 def test_an_error_leaves_the_earlier_page_complete(tmp_path):
     path = tmp_path / "report.html"
     write_report(path, [], {}, "an earlier report")

@@ -124,6 +124,15 @@ def test_limits():
         load_video(animated("TIFF"), FramesAt(), MediaPolicy().video_limits)
 
 
+def test_times_that_fall_are_refused():
+    """libwebp counts milliseconds in 32 bits, and the durations of these frames are more together."""
+    frames = moving(130, 8, 8)
+    data = animated("WEBP", frames, duration=2**24 - 1)
+    with pytest.raises(VideoError, match="frame 128 lasts -[0-9]+ ms; write the animation with shorter times"):
+        load_video_info(data)
+    assert load_video_info(animated("WEBP", frames[:100], duration=2**24 - 1)).total_num_frames == 100
+
+
 def test_a_truncated_webp_is_refused():
     data = animated("WEBP")
     with pytest.raises(VideoError, match="cannot be decoded, damaged or truncated"):
