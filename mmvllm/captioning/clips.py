@@ -18,7 +18,8 @@ SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter 
 def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Iterator[Item]:
     """The clips of a video, in their order; anything else as it is.
 
-    The header of a video is read only where the settings need it. Raises ValueError if it cannot be read, and for a
+    A video is read only where the settings need it: its header, and all of a file that has no number of frames, such as
+    Matroska. Raises ValueError if it cannot be read, and for a
     video of too many clips.
     """
     if item.error is None and settings.animations_as_clips and _is_animation(item, loader):

@@ -44,12 +44,17 @@ def _groups(rows: Iterable[dict]) -> Iterator[list[dict]]:
     group, num_characters = [], 0
     for row in rows:
         group.append(row)
-        num_characters += sum(len(value) for value in row.values() if isinstance(value, str))
+        num_characters += sum(map(_length, row.values()))
         if len(group) == ROWS_PER_GROUP or num_characters >= CHARACTERS_PER_GROUP:
             yield group
             group, num_characters = [], 0
     if group:
         yield group
+
+
+def _length(value: Any) -> int:
+    """The characters of a cell that may have many."""
+    return len(value) if isinstance(value, str) else sum(map(_length, value)) if isinstance(value, list) else 0
 
 
 def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:

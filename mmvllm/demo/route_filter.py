@@ -3,10 +3,11 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Coroutine
+from collections import Counter
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
-from contextvars import ContextVar, copy_context
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Protocol
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
@@ -67,23 +68,9 @@ NO_ROOM = "There is no room for more files right now; try again later"
 
 
 class OpenResponse:
-    """A response with the results of a session. The tasks that gradio starts for it have it as `RESPONSE`.
+    """A response with the results of a session: `RESPONSE` in whatever gradio starts for it."""
 
-    Args:
-        responding: makes gradio's response, which is sent in turns of `sending`.
-    """
-
-    def __init__(self, responding: Callable[[], Coroutine[Any, Any, None]]):
-        self.sending, self.has_ended = asyncio.Lock(), False
-        context = copy_context()
-        context.run(RESPONSE.set, self)
-        self.task = asyncio.create_task(responding(), context=context)
-
-    async def end(self) -> None:
-        """End it early, between two messages: gradio fails within one."""
-        async with self.sending:
-            self.task.cancel()
-        await asyncio.wait([self.task])
+    has_ended = False
 
 
 RESPONSE: ContextVar[OpenResponse | None] = ContextVar("RESPONSE", default=None)
@@ -119,7 +106,7 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
-        self._streams: dict[str, OpenResponse] = {}  # by session
+        self._streams: Counter[str] = Counter()  # open responses with results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -210,43 +197,30 @@ class DemoRouteFilter:
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
 
     async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """The results of a session's events; gradio's response of one that it does not know would never be complete.
-
-        A browser reads one response at a time, so that a later one ends it.
-        """
-        while (older := self._streams.get(session)) is not None:
-            await older.end()
-        unknown = Response(UNKNOWN_SESSION, media_type="text/event-stream")
+        """The results of a session's events; gradio's response of one that it does not know would never be complete."""
         if not self._results.has_results(session):
-            return await unknown(scope, receive, send)
+            response = Response(UNKNOWN_SESSION, media_type="text/event-stream")
+            return await response(scope, receive, send)
         has_started = False
 
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
             has_started = True
-            async with response.sending:
-                await send(message)
+            await send(message)
 
-        def forget(_: asyncio.Task) -> None:
-            del self._streams[session]
-            response.has_ended = True
-
-        response = self._streams[session] = OpenResponse(lambda: self.app(scope, receive, send_and_note))
-        responding, closing = response.task, asyncio.create_task(self._sessions.closing())
-        responding.add_done_callback(forget)
+        open_response = OpenResponse()
+        token = RESPONSE.set(open_response)
+        self._streams[session] += 1
         try:
-            await asyncio.wait((responding, closing), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            responding.cancel()
-            closing.cancel()
-            await asyncio.gather(responding, closing, return_exceptions=True)
-        error = None if responding.cancelled() else responding.exception()
-        if error is not None and not has_started:
-            raise error
-        if error is not None:  # of a session that was forgotten meanwhile; the browser has been told
+            await self.app(scope, receive, send_and_note)
+        except Exception:  # of a session that was forgotten meanwhile; the browser has been told
+            if not has_started:
+                raise
             await send({"type": "http.response.body", "body": b""})
-        elif responding.cancelled():  # by a later response, or because the page closes
-            await (send({"type": "http.response.body", "body": b""}) if has_started else unknown(scope, receive, send))
+        finally:
+            self._streams -= Counter([session])  # which drops counts of 0
+            open_response.has_ended = True
+            RESPONSE.reset(token)
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):

@@ -170,7 +170,7 @@ def _check_decoder(text: dict, rope: dict) -> None:
             check_int(name, text[name])
     for name in ("rms_norm_eps", "rope_theta"):
         if not is_number(given[name]) or not 0 < given[name] <= MOST:
-            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0")
+            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0, at most {MOST:g}")
     if not isinstance(layer_types := text.get("layer_types") or [], list):
         raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")
     if text.get("use_sliding_window") or "sliding_attention" in layer_types:

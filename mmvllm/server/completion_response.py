@@ -150,7 +150,7 @@ class CompletionResponse(Response):
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        keys |= {"pooling": job.pooling, "keeps_logprobs": False}
+        keys |= {"pooling": job.pooling, "keeps_logprobs": job.params.chooses_at_end}  # whose deltas have all at once
         return (self._engine.generate(request, job.params, **keys) for request in job.requests)
 
 

@@ -1,6 +1,7 @@
 """Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -112,9 +113,10 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text with each of `names` replaced by its value, in their order."""
+    """The text with each of `names` replaced by its value, in their order; parts of words stay as they are."""
     for name, own in names.items():
-        text = text.replace(name, own)
+        begins = r"(?<!\w)" if name[0].isalpha() else ""
+        text = re.sub(rf"{begins}{re.escape(name)}(?!\w)", own, text)
     return text
 
 

@@ -14,7 +14,7 @@ FUNCTIONS_IN_CHATS = MappingProxyType(
 
 def with_functions_as_tools(body: ChatRequest) -> ChatRequest:
     """The chat with its functions as tools, of which at most one is called; raises ApiError beside other tools."""
-    if body.functions is None and body.function_call is None:
+    if not body.functions and body.function_call is None:
         return body
     if body.tools or body.tool_choice is not None:
         field = "function_call" if body.functions is None else "functions"

@@ -49,7 +49,6 @@ from mmvllm.server.responses_as_chat import (
     NAMES_IN_CHATS,
     as_chat,
     image_params_of,
-    in_text_options,
     messages_of,
 )
 from mmvllm.server.responses_request import Item, ItemReference, ResponsesRequest
@@ -125,6 +124,8 @@ class CompletionJob:
         own = getattr(error, "param", None)
         if own == "lora_request":
             return "model"
+        if own == "logprobs":  # that the client does not read
+            return self.builder.logprobs_field
         if self.fields is not None:
             return self.fields[index]
         return own if own in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field
@@ -170,6 +171,8 @@ class JobFactory:
         options = {"use": use, "calls_functions": calls_functions, "boxes": boxes, "echoed": convert.echoed_text(body)}
         builder = ChatResponseBuilder(model, self._engine.tokenizer, *shown, **options)
         field = use.field or structured_field(body)
+        if use.field and calls_functions:
+            field = field.renamed(FUNCTIONS_IN_CHATS)
         self._check_candidates(use.params, 1, builder)
         described = partial(described_chat, body)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **self._streaming(body))
@@ -189,7 +192,7 @@ class JobFactory:
         is_stored = body.store is not False and self.responses.accepts(messages, body.instructions)
         store = partial(self.responses.add, messages=messages, given=messages_of(given)) if is_stored else None
         builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use, store)
-        field = use.field or in_text_options(structured_field(chat))
+        field = use.field or structured_field(chat).renamed(NAMES_IN_CHATS)
         described, streams = partial(described_chat, chat), bool(body.stream)
         return CompletionJob([prompt.request], use.params, builder, described, prompt, field, streams)
 

@@ -28,7 +28,7 @@ from mmvllm.server.tools import ToolUse
 class ResponseObjectBuilder:
     """The response to one request; as a stream it is a sequence of events, each with its `type`."""
 
-    prompt_field = "input"
+    prompt_field, logprobs_field = "input", "top_logprobs"
     end = None  # the last event ends the stream
 
     def __init__(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 
 from mmvllm.processors.tools import MAX_TOOLS, arguments_as_text
-from mmvllm.server.errors import ApiError, explain, renamed
+from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest
 from mmvllm.server.responses_request import (
@@ -21,7 +21,6 @@ from mmvllm.server.responses_request import (
     ResponsesRequest,
     ToolName,
 )
-from mmvllm.server.structured import StructuredField
 
 NOT_SHARED = frozenset(("n", "stream_options", "return_token_ids", "prompt_logprobs", "response_format"))
 NAMES_IN_CHATS = {
@@ -35,11 +34,6 @@ NAMES_IN_CHATS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
 }
-
-
-def in_text_options(field: StructuredField) -> StructuredField:
-    """What a chat's `response_format` asks for, with the paths of `text.format`."""
-    return StructuredField(field.values, {name: renamed(path, NAMES_IN_CHATS) for name, path in field.paths.items()})
 
 
 def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:

@@ -1,5 +1,6 @@
 """The fields of a request that say what the text of a completion must be: OpenAI's `response_format`, and vLLM's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -7,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
+from mmvllm.server.errors import renamed
 from mmvllm.server.messages import Flag, Ignored, StrictModel, Unsupported
 from mmvllm.structured import MAX_CHARACTERS, NAMES, StructuredOutputsParams, as_structured
 from mmvllm.text import has_more_values
@@ -92,6 +94,10 @@ class StructuredField:
             return None
         path = self.paths.get(name, self.path) if self.paths else "structured_outputs"
         return str(error).replace(param, path, 1), path
+
+    def renamed(self, names: Mapping[str, str]) -> "StructuredField":
+        """The same, with the paths of a request that this one was made of."""
+        return StructuredField(self.values, {name: renamed(path, names) for name, path in self.paths.items()})
 
 
 def structured_field(body: StructuredFields) -> StructuredField:

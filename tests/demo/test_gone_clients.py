@@ -1,22 +1,23 @@
 """What clients leave behind that ask and do not read the results."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import copy_context
-from types import SimpleNamespace
+from contextlib import ExitStack, contextmanager
+from types import CoroutineType, SimpleNamespace
 
+import httpx
 import pytest
 
 pytest.importorskip("gradio")
+import gradio
 
 from mmvllm.demo import session as session_module
 from mmvllm.demo.handlers import MAX_UNREAD_UPDATES
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.route_filter import RESPONSE, OpenResponse
 from tests.helpers.images import encode
 from tests.helpers.pages import CONTROLS, event, in_steps, post, until
 from tests.helpers.requests import noise_image
@@ -118,41 +119,23 @@ def test_a_result_has_the_path_of_a_picture_however_it_is_named(name, site):
     assert end["success"] and path in json.dumps(end) and len(json.dumps(end)) < 20_000
 
 
-def test_what_gradio_starts_for_a_response_ends_with_it(site):
-    """Its heartbeat asks whether the page is running."""
+def test_what_gradio_starts_for_a_response_ends_with_it(site, monkeypatch):
+    """Its heartbeat went on for good where several responses of a session, or the session and its response, ended."""
 
-    async def run() -> list[bool]:
-        made = OpenResponse(lambda: asyncio.sleep(60))
-        context = copy_context()
-        context.run(RESPONSE.set, made)
-        seen = [context.run(lambda: site.page.is_running)]
-        await made.end()
-        made.has_ended = True
-        return [*seen, context.run(lambda: site.page.is_running), site.page.is_running]
+    def num_heartbeats() -> int:
+        coroutines = (one for one in gc.get_objects() if type(one) is CoroutineType and one.cr_frame is not None)
+        return sum(one.__qualname__.endswith("queue_data_helper.<locals>.heartbeat") for one in coroutines)
 
-    assert asyncio.run(run()) == [True, False, True]
-
-
-def test_a_response_ends_between_two_messages():
-    async def run() -> list[str]:
-        seen = []
-
-        async def respond() -> None:
-            try:
-                async with made.sending:
-                    await asyncio.sleep(0.05)
-                    seen.append("sent")
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                seen.append("ended")
-                raise
-
-        made = OpenResponse(respond)
-        await asyncio.sleep(0)
-        await made.end()
-        return seen
-
-    assert asyncio.run(run()) == ["sent", "ended"]
+    monkeypatch.setattr(gradio.utils, "get_heartbeat_rate", lambda: 0.1)
+    end, _ = event(site, "chat", "clear", [], "read-twice")
+    assert end["success"]
+    clients = [httpx.stream("GET", f"{site.url}gradio_api/queue/data?session_hash=read-twice") for _ in range(5)]
+    with ExitStack() as opened:
+        for client in clients:
+            opened.enter_context(client)
+        until(lambda: num_heartbeats() >= 5)
+        site.page.forget("read-twice")
+    until(lambda: num_heartbeats() == 0)
 
 
 def test_a_result_for_a_session_that_is_gone_stops_nothing(site):

@@ -215,47 +215,6 @@ def test_results_of_a_session_that_is_forgotten_end(error, route_filter):
     assert sent[-1] == {"type": "http.response.body", "body": b""}
 
 
-def test_of_two_responses_with_results_of_a_session_the_later_one_goes_on(route_filter):
-    """Gradio would keep a task for each of several that end together."""
-
-    async def endless(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(scope["number"])
-
-    async def ask(number: int, session: str) -> list[dict]:
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        query = f"session_hash={session}".encode()
-        scope = scope_of("/gradio_api/queue/data", "GET", query_string=query, number=number)
-        await route_filter(scope, client(b""), send)
-        return sent
-
-    async def ask_all() -> list[list[dict]]:
-        tasks = [asyncio.create_task(ask(number, "a" if number else "b")) for number in range(4)]
-        await asyncio.sleep(0.05)
-        assert [task.done() for task in tasks] == [False, True, True, False]
-        late = asyncio.create_task(ask(4, "a"))
-        await asyncio.sleep(0.05)
-        assert [task.done() for task in (*tasks, late)] == [False, True, True, True, False]
-        for task in (tasks[0], late):
-            task.cancel()
-        await asyncio.gather(tasks[0], late, return_exceptions=True)
-        return [task.result() for task in tasks[1:]]
-
-    route_filter.app, ended = endless, []
-    route_filter._results.has_results = lambda session: True
-    route_filter._sessions.closing = lambda: asyncio.sleep(60)
-    for sent in asyncio.run(ask_all()):
-        assert sent[0]["status"] == 200 and not sent[-1].get("more_body", False)
-    assert sorted(ended) == [0, 3, 4] and not route_filter._streams
-
-
 def queries_of(route_filter: DemoRouteFilter, path: str, method: str, query: bytes) -> list[bytes]:
     """Those that gradio gets."""
     seen = []

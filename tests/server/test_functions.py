@@ -87,6 +87,12 @@ def test_no_function_is_called_with_none(client, writes):
     assert (made.message.content, made.message.function_call, made.finish_reason) == (CALL, None, "stop")
 
 
+def test_no_functions_are_no_form(client, writes):
+    writes(CALL)
+    [made] = client.chat.completions.create(**chat("Go", functions=[], tools=[COUNT])).choices
+    assert [one.function.name for one in made.message.tool_calls] == ["count"]
+
+
 def test_a_history_of_this_form_is_that_of_tools(app):
     head = [user("Go"), {"role": "assistant", "content": None}]
     older = [head[0], head[1] | {"function_call": CALLED}, {"role": "function", "name": "count", "content": "5"}]
@@ -118,6 +124,7 @@ def test_a_history_of_this_form_is_that_of_tools(app):
         ({"function_call": {"name": "x"}, "functions": FUNCTIONS}, "function_call.name", "'x', which is not the name"),
         ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "must be 'none' or 'auto'"),
         ({"functions": [FUNCTIONS[0]] * 2}, "functions[1].name", "as that of another"),
+        ({"functions": [{"name": "my_tools"}] * 2}, "functions[1].name", "is 'my_tools', as that of another"),
         ({"functions": [NOT_ENFORCED]}, "functions[0].parameters", "'not'"),
         ({"functions": FUNCTIONS, "guided_regex": "a"}, "functions", "unless function_call is none"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call.name", "is missing"),
