@@ -12,9 +12,14 @@ FUNCTIONS_IN_CHATS = MappingProxyType(
 )
 
 
+def has_functions(body: ChatRequest) -> bool:
+    """Whether a chat has the older form of tools."""
+    return bool(body.functions) or body.function_call is not None
+
+
 def with_functions_as_tools(body: ChatRequest) -> ChatRequest:
     """The chat with its functions as tools, of which at most one is called; raises ApiError beside other tools."""
-    if not body.functions and body.function_call is None:
+    if not has_functions(body):
         return body
     if body.tools or body.tool_choice is not None:
         field = "function_call" if body.functions is None else "functions"

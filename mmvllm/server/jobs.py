@@ -26,7 +26,7 @@ from mmvllm.server.convert import ImageReference
 from mmvllm.server.descriptions import described_chat, described_prompts
 from mmvllm.server.embedding_response import EmbeddingResponseBuilder, PoolingResponseBuilder
 from mmvllm.server.errors import ApiError, engine_errors, renamed_errors
-from mmvllm.server.functions import FUNCTIONS_IN_CHATS, with_functions_as_tools
+from mmvllm.server.functions import FUNCTIONS_IN_CHATS, has_functions, with_functions_as_tools
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.media_store import MediaStore, size_of
 from mmvllm.server.models import ServedModels
@@ -161,7 +161,7 @@ class JobFactory:
     def chat(self, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
         """A job for a chat; the images and videos that it fetches are counted in `reservation`."""
         model, keys = self._model(body)
-        calls_functions = body.functions is not None or body.function_call is not None
+        calls_functions = has_functions(body)
         with renamed_errors(FUNCTIONS_IN_CHATS) if calls_functions else nullcontext():
             body = with_functions_as_tools(body)
             use = self._tool_use(body)
