@@ -61,7 +61,7 @@ from mmvllm.intake import (
 )
 from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta, EmbeddingOutput
+from mmvllm.outputs import Delta, EmbeddingOutput, num_logprobs
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams, with_defaults
@@ -70,15 +70,10 @@ from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
-
 MAX_UNREAD_LOGPROBS = 2**17  # 20 MB
 UNREAD_LOGPROBS = (
     f"more than {MAX_UNREAD_LOGPROBS} log-probabilities wait to be read; read them faster, or ask for fewer of them"
 )
-
-
-def _num_logprobs(item: Any) -> int:
-    return sum(map(len, item.logprobs)) if isinstance(item, Delta) and item.logprobs else 0
 
 
 class _Stream:
@@ -105,7 +100,7 @@ class _Stream:
             self._waiter.set_result(None)
 
     def has_too_many_logprobs(self, item: Delta | EngineInput | Exception) -> bool:
-        """Whether those of `item`, which is about to be put, are too many with those that have not been taken."""
+        """Count the log-probabilities of an item that is about to be put; return whether too many are not taken."""
         self._num_given += _num_logprobs(item)
         return not self.keeps_logprobs and self._num_given - self._num_taken > MAX_UNREAD_LOGPROBS
 
@@ -121,6 +116,10 @@ class _Stream:
             return item
         finally:
             del item  # else an error and this frame, which holds the request, keep each other alive
+
+
+def _num_logprobs(item: Delta | EngineInput | Exception) -> int:
+    return num_logprobs(item.logprobs) if isinstance(item, Delta) else 0
 
 
 class AsyncLLM:

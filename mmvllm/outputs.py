@@ -1,6 +1,6 @@
 """What the engine returns: completions, finished requests, and the deltas of a stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -27,6 +27,11 @@ class Logprob(float):
 
 
 LogprobsById = dict[int, Logprob]  # by token id: the token that is there, then the most likely ones
+
+
+def num_logprobs(entries: Iterable[LogprobsById | None] | None) -> int:
+    """The number of log-probabilities of several tokens."""
+    return sum(map(len, filter(None, entries or ())))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.arguments import is_number, with_checked_arguments
+from mmvllm.arguments import are_ints, is_number, with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.structured import StructuredOutputsParams, as_structured
 from mmvllm.text import shown
@@ -266,8 +266,8 @@ class SamplingParams:
 
     def _token_ids(self, name: str) -> None:
         given = getattr(self, name)
-        is_plain = isinstance(given, list | tuple) and set(map(type, given)) <= {int} and len(given) <= MAX_ITEMS
-        if is_plain and min(given, default=0) >= 0:  # a vocabulary of them in a tenth of the time
+        is_plain = isinstance(given, list | tuple) and len(given) <= MAX_ITEMS and are_ints(given)
+        if is_plain and min(given, default=0) >= 0:
             object.__setattr__(self, name, tuple(given))
             return
         self._tuple(name, "integers of at least 0", lambda v: _is_integer(v) and v >= 0)

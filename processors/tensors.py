@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmvllm.arguments import are_ints
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
 from mmvllm.processors.digest import digest_of
@@ -35,7 +36,7 @@ def own_token_ids(prompt: Any) -> list[int]:
         return array.tolist()
     if not isinstance(prompt, list | tuple):
         raise RequestError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
-    if set(map(type, prompt)) <= {int}:  # a million of them in a twentieth of the time
+    if are_ints(prompt):
         return list(prompt)
     return [_as_token_id(item) for item in prompt]
 

@@ -19,8 +19,7 @@ def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Itera
     """The clips of a video, in their order; anything else as it is.
 
     A video is read only where the settings need it: its header, and all of a file that has no number of frames, such as
-    Matroska. Raises ValueError if it cannot be read, and for a
-    video of too many clips.
+    Matroska. Raises ValueError if it cannot be read, and for a video of too many clips.
     """
     if item.error is None and settings.animations_as_clips and _is_animation(item, loader):
         item = dataclasses.replace(item, is_video=True)

@@ -107,10 +107,11 @@ def _problem(record: dict) -> str | None:
     for key, (wanted, types) in _TYPES.items():
         if key in record and not _has_type(record[key], types):
             return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
-        if "\0" in str(record.get(key, "")):
+        text = str(record.get(key, ""))
+        if "\0" in text:
             return f'"{key}" has a NUL character'
-        if (length := len(str(record.get(key, "")))) > MAX_LENGTHS.get(key, length):
-            return f'"{key}" has {length} characters, at most {MAX_LENGTHS[key]} are accepted'
+        if len(text) > MAX_LENGTHS.get(key, len(text)):
+            return f'"{key}" has {len(text)} characters, at most {MAX_LENGTHS[key]} are accepted'
     return _problem_of_range(record)
 
 

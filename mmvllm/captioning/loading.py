@@ -143,7 +143,7 @@ def _load_info(item: Item) -> VideoInfo:
 
 
 def _limited(load: Callable[[Any, Reserve], T], item: Item) -> T:
-    """What `load` makes of the item's source; the bytes of a tar's member, which are read whole, count until then."""
+    """Load the item's source. A tar's member is read whole, so that its bytes count in every reservation."""
     num_bytes = item.num_bytes if isinstance(item.source, TarMember) else 0
 
     def reserve(more: int) -> AbstractContextManager[None]:

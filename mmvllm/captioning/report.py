@@ -129,13 +129,15 @@ class _Tally:
             self.times.append(time)
         self.clips += is_clip(record)
         self.duplicates += record.get("duplicate_of") is not None
-        is_short = len(as_line(record)) <= MAX_CHARACTERS
-        self.long += not is_short
         if record.get("error") is not None:
             self.failed += 1
-            return is_short and self.failed <= MAX_FAILURES
-        self.captioned += 1
-        return is_short and self.captioned <= MAX_IMAGES
+            is_wanted = self.failed <= MAX_FAILURES
+        else:
+            self.captioned += 1
+            is_wanted = self.captioned <= MAX_IMAGES
+        is_long = is_wanted and len(as_line(record)) > MAX_CHARACTERS
+        self.long += is_long
+        return is_wanted and not is_long
 
     @property
     def noun(self) -> str:

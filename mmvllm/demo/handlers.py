@@ -150,13 +150,12 @@ class Handlers:
 
     async def _cost(self, session: Session, paths: str, options: Options) -> str:
         try:
-            try:
-                media = await self._read_draft(session, read_paths(paths), options)
-            finally:
-                session.forget_files()
+            media = await self._read_draft(session, read_paths(paths), options)
             return self._estimate(media, options) if media else self.limits
         except ValueError as error:
             return f'<span class="bad" role="alert">{html.escape(spoken(error))}</span>'
+        finally:
+            session.forget_files()
 
     def _estimate(self, media: list[Uploaded], options: Options) -> str:
         videos = [one for one in media if isinstance(one, UploadedVideo)]

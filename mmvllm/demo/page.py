@@ -16,7 +16,7 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
-from mmvllm.demo.route_filter import MAX_UNREAD, RESPONSE
+from mmvllm.demo.route_filter import MAX_UNREAD, RESPONSE_ENDED
 from mmvllm.demo.session import MAX_SESSIONS, NobodyReads, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads, process_uploads
@@ -37,7 +37,7 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
-# At a time, of which an answer is one until it ends: there are places for those of all sessions. Gradio's default: 40.
+# Events that run at a time: as many as all sessions together may have, so that none waits for another session's events.
 MAX_EVENTS = MAX_UNREAD * MAX_SESSIONS
 MAX_WAITING = MAX_SESSIONS // 2  # further events, each of which gradio tells of every event that begins
 MOST_TOKENS = 1280  # default maximum of tokens per image
@@ -98,9 +98,9 @@ class Page(gr.Blocks):
 
     @property
     def is_running(self) -> bool:
-        """What the tasks that gradio starts for a response with results ask, and go on for ever if it ends suddenly."""
-        response = RESPONSE.get()
-        return self._is_running and (response is None or not response.has_ended)
+        """False also in a task of a response that has ended: gradio's heartbeats of such responses would never end."""
+        ended = RESPONSE_ENDED.get()
+        return self._is_running and (ended is None or not ended.is_set())
 
     @is_running.setter
     def is_running(self, value: bool) -> None:

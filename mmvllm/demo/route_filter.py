@@ -45,7 +45,7 @@ HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as 
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 JOIN = "queue/join"
 EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
-# What gradio gets of a query: one value, since gradio would take the last of several.
+# The one name of a query that gradio gets, with the value that was checked: gradio would take the last of several.
 QUERIES = {"queue/data": "session_hash", "upload": "upload_id", "upload_progress": "upload_id"}
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
@@ -67,13 +67,8 @@ FORGET_SECONDS = 10.0
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
-class OpenResponse:
-    """A response with the results of a session: `RESPONSE` in whatever gradio starts for it."""
-
-    has_ended = False
-
-
-RESPONSE: ContextVar[OpenResponse | None] = ContextVar("RESPONSE", default=None)
+# Whether the response with the results of a session has ended, in the tasks that gradio starts for the response.
+RESPONSE_ENDED: ContextVar[asyncio.Event | None] = ContextVar("RESPONSE_ENDED", default=None)
 
 
 class Results(Protocol):
@@ -208,8 +203,8 @@ class DemoRouteFilter:
             has_started = True
             await send(message)
 
-        open_response = OpenResponse()
-        token = RESPONSE.set(open_response)
+        ended = asyncio.Event()
+        token = RESPONSE_ENDED.set(ended)
         self._streams[session] += 1
         try:
             await self.app(scope, receive, send_and_note)
@@ -219,8 +214,8 @@ class DemoRouteFilter:
             await send({"type": "http.response.body", "body": b""})
         finally:
             self._streams -= Counter([session])  # which drops counts of 0
-            open_response.has_ended = True
-            RESPONSE.reset(token)
+            ended.set()
+            RESPONSE_ENDED.reset(token)
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):

@@ -1,12 +1,12 @@
 """What may follow in a completion: constraints that clear bits in the mask of a row of logits.
 
-What a constraint keeps of a sequence's tokens, which is then the only one that it belongs to, it brings up to date in
-`restrict`, so a preemption, which computes tokens again and samples none of them anew, needs nothing from it.
+A constraint that keeps state belongs to one sequence, and brings the state up to date in `restrict`. A preemption needs
+nothing from it: tokens are computed again, but not sampled again.
 """
 
 import secrets
 from collections import defaultdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ class AllowedTokens:
     depends_on_text = False
 
     def __init__(self, token_ids: tuple[int, ...], vocab_size: int):
+        """Raises RequestError for a token that the vocabulary does not have."""
+        check_in_vocabulary("allowed_token_ids", token_ids, vocab_size)
         self._allowed = empty_mask(vocab_size)
         set_bits(self._allowed, token_ids)
 
@@ -89,17 +91,18 @@ class NoRepeatNgrams:
 
 
 class ConstraintFactory:
-    """Makes the constraints of sequences. Those that keep nothing of a sequence are made once for all with the same
-    parameters: lists of thousands of tokens and words take as long as a step.
+    """Makes the constraints of sequences.
+
+    Constraints without state are shared by all sequences with the same parameters, since lists of thousands of tokens
+    and words take as long as a step.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int):
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._allowed_tokens = lru_cache(NUM_REMEMBERED)(self._made_allowed_tokens)
-        self._bad_words = lru_cache(NUM_REMEMBERED)(self._made_bad_words)
+        self._allowed_tokens = lru_cache(NUM_REMEMBERED)(partial(AllowedTokens, vocab_size=vocab_size))
+        self._bad_words = lru_cache(NUM_REMEMBERED)(partial(BadWords, tokenizer=tokenizer))
 
     def constraints_of(self, params: SamplingParams) -> tuple[Constraint, ...]:
-        """Those of one sequence; raises RequestError for allowed tokens that the vocabulary does not have."""
+        """Return the constraints of one sequence; raises RequestError for tokens that the vocabulary does not have."""
         found: list[Constraint] = []
         if params.allowed_token_ids is not None:
             found.append(self._allowed_tokens(params.allowed_token_ids))
@@ -109,22 +112,13 @@ class ConstraintFactory:
             found.append(NoRepeatNgrams(params.no_repeat_ngram_size))
         return tuple(found)
 
-    def _made_allowed_tokens(self, token_ids: tuple[int, ...]) -> AllowedTokens:
-        check_in_vocabulary("allowed_token_ids", token_ids, self._vocab_size)
-        return AllowedTokens(token_ids, self._vocab_size)
-
-    def _made_bad_words(self, words: tuple[str, ...]) -> BadWords:
-        return BadWords(words, self._tokenizer)
-
 
 def check_in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
     """Raise RequestError for the first token id of a parameter that does not exist."""
-    if max(token_ids, default=0) < vocab_size:
-        return
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            message = f"{name} has {token_id}, token ids of this model are integers in [0, {vocab_size})"
-            raise RequestError(message, param=name, value=token_id, limit=vocab_size - 1)
+    if max(token_ids, default=0) >= vocab_size:
+        token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
+        message = f"{name} has {token_id}, token ids of this model are integers in [0, {vocab_size})"
+        raise RequestError(message, param=name, value=token_id, limit=vocab_size - 1)
 
 
 def empty_mask(vocab_size: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from mmvllm.arguments import are_ints
 from mmvllm.config import ModelConfig
 from mmvllm.engine.adapters import Adapter
 from mmvllm.engine.beam_search import BeamSearch
@@ -198,8 +199,8 @@ class InputProcessor:
         if not token_ids:
             raise RequestError("prompt is empty; it needs at least one token")
         vocab_size = self._config.vocab_size
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return  # in half the time of what follows, which finds the first wrong one
+        if are_ints(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise RequestError(f"prompt has {shown(token_id)}, token ids are integers in [0, {vocab_size})")

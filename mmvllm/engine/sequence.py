@@ -283,7 +283,7 @@ class SequenceGroup:
     prompt: str | None = None  # its text
     lora_request: LoRARequest | None = None
     pooling_params: PoolingParams | None = None  # where nothing is generated
-    keeps_logprobs: bool = True  # otherwise only deltas have those of completions
+    keeps_logprobs: bool = True  # False removes log-probabilities of completions once a delta has them
     error: str | RequestError | None = None  # the latter where the request is to blame
     output: RequestOutput | None = None  # written by the engine, once the request has finished
     beams: "Beams[Sequence] | None" = None  # of a beam search

@@ -26,8 +26,8 @@ SPECIAL_TOKEN_IDS = {
     "vision_end_token_id": 151653,
 }
 
-MOST = 1e38  # of a number: float32 has larger ones
-MOST_VISION = 2**31  # of an integer that says how the ViT is built, or how fast time passes
+LARGEST_NUMBER = 1e38  # below the largest float32
+LARGEST_VISION_SIZE = 2**31
 ROPE_THETA = 10000.0  # of the rotary positions of every family's ViT
 
 
@@ -103,8 +103,9 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
     for name, default in defaults.items():
         if isinstance(default, int):
             check_int(f"vision_config's {name}", fields[name])
-            if fields[name] > MOST_VISION:
-                raise ValueError(f"vision_config's {name} is {fields[name]!r:.50}, must be at most {MOST_VISION}")
+            if fields[name] > LARGEST_VISION_SIZE:
+                shown = f"{fields[name]!r:.50}"
+                raise ValueError(f"vision_config's {name} is {shown}, must be at most {LARGEST_VISION_SIZE}")
     rope = json_object("rope_parameters", vision.get("rope_parameters", {}))
     for name, supported in (("rope_theta", ROPE_THETA), ("rope_type", "axial")):
         if rope.get(name, supported) != supported:
@@ -169,8 +170,8 @@ def _check_decoder(text: dict, rope: dict) -> None:
         if name in text:
             check_int(name, text[name])
     for name in ("rms_norm_eps", "rope_theta"):
-        if not is_number(given[name]) or not 0 < given[name] <= MOST:
-            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0, at most {MOST:g}")
+        if not is_number(given[name]) or not 0 < given[name] <= LARGEST_NUMBER:
+            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0, at most {LARGEST_NUMBER:g}")
     if not isinstance(layer_types := text.get("layer_types") or [], list):
         raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")
     if text.get("use_sliding_window") or "sliding_attention" in layer_types:

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -15,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from mmvllm.async_llm import AsyncLLM
 from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import RequestFailed
-from mmvllm.outputs import Delta
+from mmvllm.outputs import Delta, num_logprobs
 from mmvllm.processors.load_video import Load
 from mmvllm.server.disconnects import ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
@@ -115,7 +114,7 @@ class CompletionResponse(Response):
             if job.repeats_usage:
                 usage = {"usage": running.add(index, delta)}
             make = partial(_texts, job.builder.chunks, index, delta, usage=usage)
-            for text in await _made(make, _num_logprobs(delta)):
+            for text in await _made(make, num_logprobs(delta.logprobs) + num_logprobs(delta.prompt_logprobs)):
                 await events.write(text)
             await asyncio.sleep(0)  # a stream with much to send is not paused by a client that reads quickly
         last = partial(_texts, job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage, usage={})
@@ -159,10 +158,6 @@ async def _made(make: Callable[[], T], num_values: int) -> T:
     if num_values < MANY_VALUES:
         return make()
     return await asyncio.get_running_loop().run_in_executor(_MAKING, make)
-
-
-def _num_logprobs(delta: Delta) -> int:
-    return sum(map(len, filter(None, chain(delta.logprobs or (), delta.prompt_logprobs or ()))))
 
 
 def _texts(chunks: Callable[..., list[dict]], *args: Any, usage: dict) -> list[str]:

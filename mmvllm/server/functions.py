@@ -6,7 +6,7 @@ from mmvllm.server.errors import ApiError
 from mmvllm.server.protocol import ChatRequest
 from mmvllm.server.tools import FunctionReference, NamedToolChoice, ToolDefinition
 
-# Names in errors about the tools that are made of functions, by parts of those of tools.
+# How errors about tools name the fields of a request that has functions.
 FUNCTIONS_IN_CHATS = MappingProxyType(
     {"tool_choice.function": "function_call", "tool_choice": "function_call", "].function": "]", "tools": "functions"}
 )

@@ -57,7 +57,7 @@ class TextsRequest(StrictModel):
     instruction: Unsupported = None
     max_tokens_per_query: Unsupported = None
     max_tokens_per_doc: Unsupported = None
-    use_activation: Ignored = None  # cosine similarities are those of unit vectors in any case
+    use_activation: Ignored = None  # vectors are normalized in any case
     user: Ignored = None
     request_id: Ignored = None
     add_special_tokens: Ignored = None

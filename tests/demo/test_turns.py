@@ -247,7 +247,7 @@ def test_gradio_gets_no_query_but_of_its_routes(path, route_filter):
 )
 @pytest.mark.parametrize("others", ["&{}=other", "&{}=" + "x" * 9000, "&page=/", "&a=b&{}=%ff"], ids=len)
 def test_gradio_gets_the_value_that_was_checked(path, name, others, route_filter):
-    """Of several values of a name it takes the last one."""
+    """Gradio takes the last value of a name that a query has several times."""
     query = f"{name}=plain{others.format(name)}".encode()
     method = "POST" if path == "upload" else "GET"
     assert queries_of(route_filter, API + path, method, query) == [f"{name}=plain".encode()]

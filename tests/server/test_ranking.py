@@ -16,7 +16,7 @@ def answered(app, path: str, **body) -> dict:
 
 
 def similarities(app, queries: list[str], documents: list[str], **keys) -> np.ndarray:
-    """Those of each query to each document, from the vectors of /v1/embeddings."""
+    """Compute the similarity of each query to each document from the vectors of /v1/embeddings."""
     data = answered(app, EMBEDDINGS, input=queries + documents, **keys)["data"]
     vectors = np.array([one["embedding"] for one in data])
     return vectors[: len(queries)] @ vectors[len(queries) :].T
