@@ -25,7 +25,7 @@ async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
 
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
-    if len(url) > MAX_URL_LENGTH and url[:5].lower() != "data:":
+    if len(url) > MAX_URL_LENGTH and _scheme(url) in ("http", "https", "file"):
         raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
     try:
         async with asyncio.timeout(policy.total_timeout):
@@ -36,8 +36,12 @@ async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
         raise MediaError(f"{_shown(url)}: took longer than {policy.total_timeout:g} s") from None
 
 
+def _scheme(url: str) -> str:
+    return url[:10].partition(":")[0].lower()
+
+
 async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
-    match url[:10].partition(":")[0].lower():
+    match _scheme(url):
         case "http" | "https":
             return await _fetch_http(url, policy, kind)
         case "data":
@@ -100,7 +104,7 @@ def _read(file: BinaryIO, policy: MediaPolicy, kind: Kind) -> bytes:
 def _shown(url: str) -> str:
     if url[:5].lower() == "data:":
         return "the data URI"
-    url = without_login(url)
+    url = without_login(url[:MAX_URL_LENGTH])
     return repr(url if len(url) <= 200 else url[:200] + "...")
 
 

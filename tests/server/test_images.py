@@ -142,6 +142,12 @@ def test_a_url_is_short(engine, length):
         )
 
 
+@pytest.mark.parametrize("length", [1000, 10_000_000])
+def test_base64_without_its_header_is_told_what_is_missing(app, length):
+    error = error_of(call(app, "POST", CHAT, json=chat(image_part("iVBORw0K" * (length // 8)))))
+    assert "data:image/png;base64," in error["message"] and len(error["message"]) < 400
+
+
 def test_a_slow_host_does_not_delay_images_from_others():
     async def fetch(turns: jobs.FetchTurns, url: str) -> None:
         async with turns.turn(url):
