@@ -35,10 +35,10 @@ class LengthLimit:
         num_tokens = min(truncation.num_tokens, self.max_model_len) + 1
         return truncation.cut(text, num_tokens * self.max_token_length)
 
-    def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0) -> None:
-        """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no room for a completion."""
+    def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0, room: int = 1) -> None:
+        """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no `room` for a completion."""
         length = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
         num_tokens = length + num_extra_tokens
-        if num_tokens >= self.max_model_len:
+        if num_tokens + room > self.max_model_len:
             problem = f"the prompt has at least {num_tokens} tokens"
             raise PromptTooLong(problem, "shorten it", value=num_tokens, limit=self.max_model_len)

@@ -9,12 +9,12 @@ Text around calls is content, as is a call of a function that there is not, or o
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mmvllm.text import parse_json
+from mmvllm.text import parse_json, with_whole_characters
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -47,8 +47,13 @@ class FunctionCall:
 
 def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[FunctionCall]]:
     """The content and the calls of a whole completion, given the names of the functions that may be called."""
+    return collect_calls(ToolCallParser(names).feed(text, is_last=True))
+
+
+def collect_calls(pieces: Iterable[str | CallPiece]) -> tuple[str, list[FunctionCall]]:
+    """The content and the calls of a completion, whose pieces come from `ToolCallParser`."""
     content, calls = "", []
-    for piece in ToolCallParser(names).feed(text, is_last=True):
+    for piece in pieces:
         if isinstance(piece, str):
             content += piece
         elif piece.name is not None:
@@ -91,13 +96,19 @@ class ToolCallParser:
     def __init__(self, names: Collection[str]):
         self._names = names
         self._rest = ""  # what has not been read
-        self._gap = ""  # white space before a call, which is content if the call is not one
+        self._gap = ""  # white space before calls, which is content if text follows them, or if the call is not one
+        self._has_content = False  # before the last call
         self._is_after_call = False  # and white space
         self._read: Callable[[list, bool], bool] = self._content
         self._object = _ObjectScanner()
         self._scanned, self._num_scanned = "", 0  # of a call in another order: its JSON, and characters of `_rest`
         self._num_refused = 0  # marks that no call followed
         self.num_calls = 0
+
+    @property
+    def is_within_arguments(self) -> bool:
+        """Whether the arguments of a call have begun and not ended."""
+        return self._read == self._arguments
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
         """Add text; `is_last` says that no more follows."""
@@ -114,16 +125,22 @@ class ToolCallParser:
             if START.startswith(self._rest) and self._rest != START:  # the mark of another call, which may be cut off
                 return False
             self._is_after_call = False
+            if self._has_content and not self._rest.startswith(START):
+                self._rest = self._gap + self._rest
         text, start, after = self._rest.partition(START)
         if self._num_refused >= MAX_REFUSED:  # each is followed by all that could be its call
             text, start = self._rest, ""
         if not start:
             size = len(text) if is_last else _num_settled(text)
             pieces.append(text[:size])
+            self._has_content = self._has_content or size > 0
             self._rest = text[size:]
             return False
-        pieces.append(text.rstrip())
-        self._gap, self._rest, self._read = text[len(text.rstrip()) :], after, self._head
+        if text:
+            settled = text.rstrip()
+            pieces.append(settled)
+            self._gap, self._has_content = text[len(settled) :], self._has_content or bool(settled)
+        self._rest, self._read = after, self._head
         self._object, self._scanned, self._num_scanned = _ObjectScanner(), "", 0
         return True
 
@@ -143,6 +160,7 @@ class ToolCallParser:
             self._begin(pieces, call.name, self._num_scanned, self._tail, call.arguments)
         else:
             pieces.append(self._gap + START)
+            self._gap, self._has_content = "", True
             self._read, self._num_refused = self._content, self._num_refused + 1
         return True
 
@@ -228,8 +246,22 @@ def _read_call(text: str) -> FunctionCall | None:
         return None
     has_others = any(value[0] in "{[" for value in members.values())  # which may be arguments under another name
     arguments = members.get("arguments", "" if has_others else "{}")
+    if arguments == "null":
+        arguments = "{}"
+    elif arguments.startswith('"'):
+        arguments = _object_within(arguments)
     is_call = isinstance(name, str) and arguments.startswith("{") and text[at:].strip() == "}"
     return FunctionCall(name, arguments) if is_call else None
+
+
+def _object_within(string: str) -> str:
+    """The JSON object that a JSON string has, as models write arguments now and then; else the string as it is."""
+    text = with_whole_characters(json.loads(string)).strip()
+    made, size = _ObjectScanner().feed(text)
+    with suppress(ValueError):
+        if size == len(text) and isinstance(parse_json(made), dict):
+            return made
+    return string
 
 
 def _num_settled(text: str) -> int:

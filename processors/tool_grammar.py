@@ -16,6 +16,10 @@ STYLE = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 
+# The keywords of a schema of a function without parameters: where these are not given, there are none, as in OpenAI's
+# API, although to JSON schemas any would do.
+_OF_NO_PARAMETERS = {"$schema", "title", "description", "type", "properties", "required"}
+
 
 def tool_call_grammar(tools: Sequence[dict], tokenizer: Any, parallel: bool = True) -> str:
     """The grammar of one or, if `parallel`, several calls of `tools`, which are as in a request, and nothing else."""
@@ -55,7 +59,10 @@ def _calls(tokenizer: Any, parallel: bool) -> str:
 
 def _rule(name: str, function: dict[str, Any]) -> str:
     head = json.dumps(f'{{"name": "{function["name"]}", "arguments": ')
-    schema = {"type": "object", **enforceable(function.get("parameters") or {}), "x-guidance": STYLE}
+    parameters = enforceable(function.get("parameters") or {})
+    if not parameters.get("properties") and parameters.keys() <= _OF_NO_PARAMETERS:
+        parameters = {"additionalProperties": False}
+    schema = {"type": "object", **parameters, "x-guidance": STYLE}
     return f'{name}: {head} %json {json.dumps(schema)} "}}"'
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_arguments, read_tool_calls
+from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, collect_calls, read_arguments
 from mmvllm.server.tools import ToolUse
 from mmvllm.text import with_whole_characters
 
@@ -29,9 +29,9 @@ class CallReader:
         self._custom = _CustomCalls(use.custom)
 
     @property
-    def has_calls(self) -> bool:
-        """Whether a call has begun."""
-        return self._parser.num_calls > 0
+    def ends_with_calls(self) -> bool:
+        """Whether there are calls, all of them complete."""
+        return self._parser.num_calls > 0 and not self._parser.is_within_arguments
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece | CustomCall]:
         """Add text; `is_last` says that no more follows."""
@@ -41,7 +41,7 @@ class CallReader:
 
     def read(self, text: str) -> tuple[str, list[FunctionCall | CustomCall]]:
         """The content and the calls of a whole completion."""
-        content, calls = read_tool_calls(text, self._use.names) if self._use.names else (text, [])
+        content, calls = collect_calls(self._parser.feed(text, is_last=True)) if self._use.names else (text, [])
         return content, [self._converted(i, call) for i, call in enumerate(calls)]
 
     def _converted(self, index: int, call: FunctionCall) -> FunctionCall | CustomCall:

@@ -52,7 +52,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _choice(self, choice: ChoiceBuffer) -> dict:
         text, message = "".join(choice.text), {"role": "assistant"}
-        content, calls = CallReader(self._use).read(text)
+        reader = CallReader(self._use)
+        content, calls = reader.read(text)
         if calls and self._calls_functions:
             message["function_call"] = _called(calls[0])["function"]
         elif calls:
@@ -65,7 +66,7 @@ class ChatResponseBuilder(ResponseBuilder):
             "index": choice.index,
             "message": message | {"content": content or None if calls else content},
             "logprobs": shown,
-            "finish_reason": self._reason(choice.finish_reason, bool(calls)),
+            "finish_reason": self._reason(choice.finish_reason, reader),
             "stop_reason": self._stop_reason(choice.stop_reason),
             **self._token_ids(choice.token_ids),
             **self._extras(choice.boxes),
@@ -82,9 +83,10 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def chunks(self, index: int, delta: Delta) -> list[dict]:
         """The chunks for the new tokens of one choice: none while their text may belong to the mark of a call."""
-        parts, has_calls = self._parts(index, delta)
+        reader = self._readers.setdefault(index, CallReader(self._use))
+        parts = self._parts(reader, delta)
         others = {"logprobs": self._logprobs(delta.logprobs or []), **self._token_ids(delta.token_ids)}
-        reason = self._reason(FINISH_REASONS[delta.finish_reason], has_calls)
+        reason = self._reason(FINISH_REASONS[delta.finish_reason], reader)
         if not parts and reason is None and not any(others.values()):
             return []
         *first, last = parts or [{}]
@@ -100,16 +102,12 @@ class ChatResponseBuilder(ResponseBuilder):
         """What the client gave: the end of a single call is a stop string of the server's."""
         return None if self._use.names and found == END else found
 
-    def _parts(self, index: int, delta: Delta) -> tuple[list[dict], bool]:
-        """What is new of the message, and whether it has calls."""
-        if index not in self._readers:
-            self._readers[index] = CallReader(self._use)
-        reader = self._readers[index]
+    def _parts(self, reader: CallReader, delta: Delta) -> list[dict]:
+        """What is new of the message."""
         pieces = reader.feed(delta.text, is_last=delta.finish_reason is not None)
         if self._calls_functions:
             pieces = [one for one in pieces if isinstance(one, str) or one.index == 0]
-        parts = [{"content": one} if isinstance(one, str) else self._call_part(one) for one in pieces]
-        return parts, reader.has_calls
+        return [{"content": one} if isinstance(one, str) else self._call_part(one) for one in pieces]
 
     def _call_part(self, piece: CallPiece | CustomCall) -> dict:
         """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
@@ -119,8 +117,8 @@ class ChatResponseBuilder(ResponseBuilder):
         head = {} if piece.name is None else {"id": call_id()}
         return {"tool_calls": [{"index": piece.index, **head, **called}]}
 
-    def _reason(self, finish_reason: str | None, has_calls: bool) -> str | None:
-        if not has_calls or finish_reason != "stop":
+    def _reason(self, finish_reason: str | None, reader: CallReader) -> str | None:
+        if finish_reason != "stop" or not reader.ends_with_calls:  # a stop string may have cut a call off
             return finish_reason
         return "function_call" if self._calls_functions else "tool_calls"
 

@@ -302,7 +302,7 @@ class JobFactory:
         model, keys = self._model(body)
         params = convert.completion_params(body, self._engine.max_model_len, self._sampling_defaults)
         prompts = convert.prompts_of(body)
-        room = max(1, params.max_tokens) if params.max_tokens < self._engine.max_model_len else 1
+        room = params.max_tokens if params.max_tokens < self._engine.max_model_len else 1
         requests = self._requests("prompt", prompts, body, keys, room)
         if len(prompts) > self._engine.max_requests:
             message = f"{len(prompts)} prompts, at most {self._engine.max_requests} are accepted (max_waiting)"
@@ -352,10 +352,12 @@ class JobFactory:
         """Raises ApiError for a name under which neither the model nor an adapter is served."""
         self._models.find(name)
 
-    def _check_lengths(self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0) -> None:
+    def _check_lengths(
+        self, param: str, prompts: Iterable[str | list[int]], num_extra_tokens: int = 0, room: int = 1
+    ) -> None:
         with engine_errors(lambda error: (str(error), param)):
             for prompt in prompts:
-                self._length_limit.check(prompt, num_extra_tokens)
+                self._length_limit.check(prompt, num_extra_tokens, room)
 
     def _requests(
         self,
@@ -363,7 +365,7 @@ class JobFactory:
         prompts: list[str | list[int]],
         body: CompletionRequest | EmbeddingRequest | TextsRequest,
         keys: dict[str, Any],
-        room: int = 1,
+        room: int = 0,
     ) -> list[Request]:
         """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
         most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
@@ -371,7 +373,7 @@ class JobFactory:
             message = "truncation_side needs truncate_prompt_tokens; give both"
             raise ApiError(400, message, param="truncation_side")
         if truncation is None:
-            self._check_lengths(param, prompts)
+            self._check_lengths(param, prompts, room=min(room, 1))
         elif truncation > most:
             message = f"truncate_prompt_tokens must be at most max_model_len, {most}, got {truncation}"
             raise ApiError(400, message, param="truncate_prompt_tokens")

@@ -137,8 +137,9 @@ class ResponseObjectBuilder:
         if piece.name is not None:
             events = self._close("completed") + self._open(_call(FunctionCall(piece.name, "")))
         self._items[-1]["arguments"] += piece.arguments
-        delta = self._about("function_call_arguments.delta", delta=piece.arguments)
-        return [*events, delta] if piece.arguments else events
+        if piece.arguments:
+            events.append(self._about("function_call_arguments.delta", delta=piece.arguments))
+        return events
 
     def _add_text(self, piece: str) -> dict:
         """The event for a piece of text, with the log-probabilities of all tokens since the last one."""

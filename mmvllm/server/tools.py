@@ -31,6 +31,7 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise PydanticCustomError("parameters", "{reason}", {"reason": reason}) from None
 
 
+ANY_PARAMETERS = {"type": "object", "additionalProperties": True}
 MAX_VALUES_IN_LOOP = 32_768  # of tools, or of the arguments of a template; looking at them takes the event loop 30 ms
 _INPUT = {
     "type": "object",
@@ -299,7 +300,7 @@ def _free_grammar(
     if structured is None and not any(enforced):
         return None
     functions = [
-        tool if is_strict else {"function": {"name": tool["function"]["name"]}}
+        tool if is_strict else {"function": {"name": tool["function"]["name"], "parameters": ANY_PARAMETERS}}
         for tool, is_strict in zip(tools, enforced, strict=True)
     ]
     if structured is None:

@@ -18,6 +18,7 @@ A_LIST = '<tool_call>{"name": "f", "arguments": []}</tool_call>'
 OTHER_NAME = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
 DAMAGED = '<tool_call>{"name": "f" oops}</tool_call>'
 F = ("f", ARGUMENTS)
+STRINGS = ('""', '"x"', '"[]"', '"{"', '"{} {}"', r'"{\"a\"}"')
 TEXTS = {
     "hello  \n": ("hello  \n", []),
     "": ("", []),
@@ -48,6 +49,16 @@ TEXTS = {
     '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "id": "1"}</tool_call>': ("", [("f", "{}")]),
     OTHER_NAME: (OTHER_NAME, []),
+    # White space between texts stays, whatever is between them
+    f"Hi {CALL} bye": ("Hi bye", [F]),
+    f"Hi\n{CALL}\n{CALL}\n\nbye {CALL} now": ("Hi\nbye now", [F] * 3),
+    f"  {CALL} bye": ("bye", [F]),
+    f"Hi {CALL}\n<tool_call>oops": ("Hi <tool_call>oops", [F]),
+    f"<tool_call>oops\n{CALL} b": ("<tool_call>oops\nb", [F]),
+    # Arguments that are null, or JSON in a string
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': ("", [("f", "{}")]),
+    r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d b\"}"}</tool_call>': ("", [("f", '{"a": "\ufffd b"}')]),
+    **{text: (text, []) for text in (f'<tool_call>{{"name": "f", "arguments": {a}}}</tool_call>' for a in STRINGS)},
     '<tool_call>{"name": "f", "arguments": {}, "x": {"a": "<{}>"}}\n</tool_call>b': ("b", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": {}, "x": 1<tool_call>{"name": "f"}': ("", [("f", "{}")] * 2),
     # Cut off
@@ -143,7 +154,14 @@ def tool(name: str, **properties) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": schema}}
 
 
-TOOLS = [tool("f", a={"type": "string", "maxLength": 3}), {"type": "function", "function": {"name": "g"}}]
+OPEN = {"type": "function", "function": {"name": "g", "parameters": {"additionalProperties": True}}}
+NO_PARAMETERS = (None, {}, {"type": "object", "properties": {}, "required": [], "title": "N"}, {"properties": None})
+TOOLS = [
+    tool("f", a={"type": "string", "maxLength": 3}),
+    OPEN,
+    *({"function": {"name": f"n{i}", "parameters": parameters}} for i, parameters in enumerate(NO_PARAMETERS)),
+    {"function": {"name": "n"}},
+]
 
 
 def call_of(name: str, arguments: dict) -> str:
@@ -173,6 +191,13 @@ def test_a_grammar_of_calls(accepts):
     assert accepts(tool_call_grammar, f"{GOOD}\n{ANY}") and not accepts(tool_call_grammar, f"{GOOD}\n{ANY}", False)
     for text in (WRONG, "", "Hi", f"Hi {GOOD}", call_of("h", {})):
         assert not accepts(tool_call_grammar, text)
+
+
+@pytest.mark.slow
+def test_functions_without_parameters_are_called_with_none(accepts):
+    for name in ("n", *(f"n{i}" for i in range(len(NO_PARAMETERS)))):
+        for make in (tool_call_grammar, free_text_grammar):
+            assert accepts(make, call_of(name, {})) and not accepts(make, call_of(name, {"a": 1}))
 
 
 @pytest.mark.slow

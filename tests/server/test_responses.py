@@ -126,6 +126,7 @@ def test_a_function_is_called(client, streams):
     assert (one.type, one.name, one.status) == ("function_call", "count", "completed")
     assert one.arguments in ('{"most": 1}', '{"most": 2}') and one.call_id.startswith("call_")
     if streams:
+        assert [event.sequence_number for event in events] == list(range(len(events)))
         kinds = list(dict.fromkeys(event.type.removeprefix("response.") for event in events))
         assert kinds == [
             *("created", "in_progress", "output_item.added", "function_call_arguments.delta"),

@@ -84,14 +84,17 @@ def test_every_choice_has_its_own_calls(client, writes):
         (CALL.replace("5", "NaN"), '{"shape": "star", "most": null}'),
     ],
 )
-def test_a_call_is_the_same_whole_and_streamed_however_it_ends(client, writes, text, arguments):
-    writes(text, finish_reason="length")
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_call_is_the_same_whole_and_streamed_however_it_ends(client, writes, text, arguments, reason):
+    writes(text, finish_reason=reason)
+    if reason == "stop" and arguments.endswith("}"):  # a stop string cut off what follows the call
+        reason = "tool_calls"
     [choice] = ask(client).choices
     [made] = choice.message.tool_calls
-    assert (choice.message.content, made.function.name, choice.finish_reason) == (None, "count", "length")
+    assert (choice.message.content, made.function.name, choice.finish_reason) == (None, "count", reason)
     assert made.function.arguments == arguments
     [content], [calls], reasons = streamed(ask(client, stream=True))
-    assert (content, calls, reasons) == ("", {0: {"name": "count", "arguments": arguments}}, ["length"])
+    assert (content, calls, reasons) == ("", {0: {"name": "count", "arguments": arguments}}, [reason])
 
 
 @pytest.mark.parametrize("choice", ["none", None])

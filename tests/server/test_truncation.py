@@ -68,13 +68,21 @@ def test_more_tokens_than_the_context_has_are_refused_and_a_side_alone(path, bod
 @pytest.mark.parametrize(("number", "num_words"), [(1, 30), (7, 20_000), (2048, 30), (-1, 30), (-1, 20_000)])
 def test_an_input_of_embeddings_is_cut(number, num_words, app, engine):
     text = text_of(num_words)
-    tokens = engine.tokenizer.encode(text)[-(2047 if number < 0 else number) :]
+    tokens = engine.tokenizer.encode(text)[-(2048 if number < 0 else number) :]
     cut, want = (
         call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys}).json()
         for keys in ({"input": [text], "truncate_prompt_tokens": number}, {"input": [tokens]})
     )
     assert cut["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"] == len(tokens)
     np.testing.assert_allclose(cut["data"][0]["embedding"], want["data"][0]["embedding"], atol=1e-5)
+
+
+@pytest.mark.parametrize("path", [EMBEDDINGS, COMPLETIONS])
+def test_without_a_completion_a_prompt_may_fill_the_context(path, app):
+    for num_tokens, status in ((2048, 200), (2049, 400)):
+        body = {"input": [5] * num_tokens} if path == EMBEDDINGS else completion(max_tokens=0, echo=True)
+        body |= {"prompt": [5] * num_tokens} if path == COMPLETIONS else {}
+        assert call(app, "POST", path, json=body).status_code == status
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 50])
