@@ -22,6 +22,7 @@ IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
 PROCESSOR_KEYS = frozenset(("fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"))
 _EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`, which are pixels in all
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # types of parts
 _RATES = ("fps", "sample_fps", "raw_fps")
 _TIMES = ("video_start", "video_end")
 
@@ -103,6 +104,23 @@ def _string(kind: str, part: dict, key: str) -> str:
     if not isinstance(part[key], str):
         raise RequestError(f"{key!r} of {with_article(kind)} part must be a string, not {type(part[key]).__name__}")
     return part[key]
+
+
+def as_part_of_chats(part: Any) -> Any:
+    """A string, a refusal or a part of the Responses API as a part of a chat; any other part as it is."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_text", "output_text"):
+        return {"type": "text", "text": part.get("text")}
+    return part | {"type": "image_url"} if kind == "input_image" else refusal_as_text(part)
+
+
+def without_thoughts(content: Any) -> Any:
+    """The content of an earlier answer without the parts in which a model thought, which no later prompt has."""
+    if not isinstance(content, list | tuple):
+        return content
+    return [part for part in content if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
 
 
 def refusal_as_text(part: Any) -> Any:

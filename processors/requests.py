@@ -12,15 +12,16 @@ from mmvllm.processors.length_limit import Truncation
 from mmvllm.processors.parts import (
     PROCESSOR_KEYS,
     SOURCE_KEYS,
+    as_part_of_chats,
     check_keys,
     check_numbers,
     given_videos,
     image_part,
     is_video_part,
     plain_processor_kwargs,
-    refusal_as_text,
     video_part,
     without_nulls,
+    without_thoughts,
 )
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.processors.tools import check_calls, check_tools
@@ -258,6 +259,8 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
     parsed, images, videos = [], [], []
     for i, message in enumerate(messages):
         calls = check_calls(message, f"messages[{i}]") if isinstance(message, dict) else []
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message = {**message, "content": without_thoughts(message.get("content"))}
         if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
             message = {**message, "content": message.get("refusal") or ""}  # clients and models leave some empty
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
@@ -273,9 +276,10 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
 
 def _parse_part(part: Any, images: list[dict], videos: list[dict]) -> dict:
     """The part as the template needs it; what to load goes to `images` or `videos`."""
+    part = as_part_of_chats(part)
     if not isinstance(part, dict):
-        raise RequestError(f"a content part must be a dict, not {type(part).__name__}")
-    part = refusal_as_text(without_nulls(part))
+        raise RequestError(f"a content part must be a dict or a string, not {type(part).__name__}")
+    part = without_nulls(part)
     if is_video_part(part):
         videos.append(video_part(len(videos), part))
         return {"type": "video"}

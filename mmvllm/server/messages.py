@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
-from mmvllm.processors.parts import PROCESSOR_KEYS, refusal_as_text
+from mmvllm.processors.parts import PROCESSOR_KEYS, as_part_of_chats, without_thoughts
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.errors import ApiError
 
@@ -263,11 +263,14 @@ _MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url":
 
 
 def in_openai_form(part: Any) -> Any:
-    """A part of a chat in the forms of qwen-vl-utils, a string, or with a URL that is not in an object."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    part = refusal_as_text(part)
-    given = part.get("type") if isinstance(part, dict) else None
+    """A part of a chat in the forms of other APIs, without a type, or with a URL that is not in an object."""
+    part = as_part_of_chats(part)
+    if not isinstance(part, dict):
+        return part
+    given = part.get("type")
+    if given is None and (named := [name for name in (*_MEDIA, "text") if part.get(name) is not None]):
+        given = named[0]
+        part = part | {"type": given}
     kind = _MEDIA.get(given) if isinstance(given, str) else None
     if kind is None:
         return part
@@ -357,7 +360,7 @@ class HistoryMessage(InputMessage):
     misplaced = ()
 
     role: Literal["assistant"]
-    content: str | PartsOfHistory | None = None
+    content: Annotated[str | PartsOfHistory | None, BeforeValidator(without_thoughts)] = None
     refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
     tool_calls: Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

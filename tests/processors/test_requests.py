@@ -213,8 +213,8 @@ BAD = {
         {"messages": [{"role": "user", "content": text("x")}]},
         "message content must be a string or a list of parts, not dict",
     ),
-    "part string": (user("hi"), "a content part must be a dict, not str"),
-    "part image": (user(A), "a content part must be a dict, not Image"),
+    "part list": (user(["hi"]), "a content part must be a dict or a string, not list"),
+    "part image": (user(A), "a content part must be a dict or a string, not Image"),
     "empty part": (
         user({}),
         r"a content part must be text, image, image_url, video or video_url, not None with keys \[\]",

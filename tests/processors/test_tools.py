@@ -118,7 +118,13 @@ def test_long_words_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    "keys", [{"content": None, "refusal": "No"}, {"content": [{"type": "refusal", "refusal": "No", "text": None}]}]
+    "keys",
+    [
+        {"content": None, "refusal": "No"},
+        {"content": [{"type": "refusal", "refusal": "No", "text": None}]},
+        {"content": [{"type": "thinking", "thinking": "Hm."}, "No"]},
+        {"content": [{"type": "output_text", "text": "No", "annotations": []}]},
+    ],
 )
 def test_a_refusal_is_the_content_of_an_answer(prepare, keys):
     texts = [text_of(prepare, messages=[TURNS[0], {"role": "assistant", **one}]) for one in (keys, {"content": "No"})]

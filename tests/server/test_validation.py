@@ -138,7 +138,7 @@ def nested(depth: int) -> list:
         (chat(messages=[user("Hi") | {"max_pixels": 5}]), "messages[0].max_pixels", "does not belong here"),
         (chat(messages=[user("Hi"), TOOL | {"output": "b"}]), "messages[1].output", "does not belong here"),
         (
-            chat({"text": "a"}),
+            chat({"name": "a"}),
             "messages[0].content[0]",
             "needs a type, which must be 'text', 'image_url' or 'video_url'",
         ),

@@ -103,6 +103,22 @@ def test_a_refusal_is_the_text_of_an_earlier_answer(app):
         assert answered(app, RESPONSES, body)["usage"]["input_tokens"] == len(want)
 
 
+@pytest.mark.spawns
+def test_parts_may_have_the_forms_of_other_apis(app):
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    text, url = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": data_uri()}}
+    others = [{"type": "input_image", "image_url": data_uri()}, {"image_url": data_uri()}, {"image": data_uri()}]
+    texts = ["a", {"text": "a"}, {"type": "input_text", "text": "a"}]
+    texts += [{"type": "output_text", "text": "a", "annotations": []}]
+    want = tokens_of(app, [user(url, text), {"role": "assistant", "content": "a"}])
+    for part in texts:
+        for image in others:
+            answer = {"role": "assistant", "content": [thought, part]}
+            assert tokens_of(app, [{"role": "user", "content": [image, part]}, answer]) == want
+    answer = call(app, "POST", CHAT, json=chat(messages=[{"role": "user", "content": [thought]}]))
+    assert answer.status_code == 400 and "messages[0].content[0]" in answer.text
+
+
 CUT = "cut \ud83d here \udc00"
 
 
