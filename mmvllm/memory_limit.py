@@ -1,4 +1,4 @@
-"""The memory of this process on Linux: a limit of what it may allocate, and the return of what is freed."""
+"""The memory of values, and that of this process: on Linux a limit of it, and the return of what is freed."""
 
 import ctypes
 import sys
@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _limit: int | None = None  # bytes of writable memory, without what was allowed beyond it
+
+
+def memory_of(value: Any) -> int:
+    """Bytes in memory of strings, numbers, lists and dicts, with what they hold."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sys.getsizeof(value) + sum(map(memory_of, inner))
 
 
 @contextmanager

@@ -108,6 +108,11 @@ def check_json_size(data: bytes, most: int) -> None:
         raise ValueError(f"more than {most:,} values")
 
 
+def refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinities, which Python reads: a `parse_constant` of `json.loads`."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """What `json.loads` returns; raises ValueError for whatever is not JSON, or is nested too deeply to be parsed."""
     try:

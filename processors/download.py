@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from typing import Any, BinaryIO
@@ -57,8 +58,14 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
 
 
 def _shown(error: Exception) -> str:
-    """The reason for a message, without logins; a host may have written all of it."""
-    return re.sub(r"\S*@", "***@", beginning_of(str(error), MAX_REASON))
+    """The reason for a message, without logins and without a host's or a proxy's own words, which may repeat them."""
+    if isinstance(error, urllib.error.HTTPError):
+        loops = " (too many redirects, or one to a URL that is not fetched)" if 300 <= error.code < 400 else ""
+        return f"HTTP Error {error.code}: {http.client.responses.get(error.code, 'unknown')}{loops}"
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        return "its answer is not HTTP"
+    text = re.sub(r"(Tunnel connection failed: \d+).*", r"\1", beginning_of(str(error), MAX_REASON), flags=re.DOTALL)
+    return re.sub(r"\S*@", "***@", text)
 
 
 def _request(url: str) -> urllib.request.Request:

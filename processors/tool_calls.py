@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mmvllm.text import parse_json, with_whole_characters
+from mmvllm.text import parse_json, refuse_constant, with_whole_characters
 
 START, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -69,7 +69,7 @@ def read_arguments(text: str) -> dict[str, Any] | None:
     if not text.startswith("{"):
         return None
     with suppress(ValueError):
-        return parse_json(text, parse_constant=_refuse)
+        return parse_json(text, parse_constant=refuse_constant)
     if len(text) > MAX_SCANNED:
         return None
     scanner = _ObjectScanner()
@@ -77,10 +77,6 @@ def read_arguments(text: str) -> dict[str, Any] | None:
     with suppress(ValueError):
         return parse_json(arguments) if scanner.is_complete else None
     return None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 class ToolCallParser:

@@ -5,10 +5,12 @@ import email.utils
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -34,6 +36,7 @@ MAX_NAME = 512  # characters, of a model
 MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
+_PROXY_LOGIN = re.compile(r"(?:[^:/?#]*:/*)?(.*)@")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
 _RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error"})  # the server gave up; another try may help
@@ -67,9 +70,9 @@ class Endpoint:
     def __init__(self, url: str, model: str | None = None, timeout: float = 300.0, max_retries: int = 5):
         key, base_url = os.environ.get(KEY_VARIABLE, "").strip(), _base_url(url)
         headers = {"Authorization": f"Bearer {check_key(KEY_VARIABLE, key)}"} if key else {}
-        raw = base_url.userinfo.decode()  # USER:PASSWORD, or a token alone
-        login = base64.b64encode(f"{base_url.username}:{base_url.password}".encode()).decode()  # as the client sends it
-        secrets = (key, login, base_url.password or base_url.username, raw.partition(":")[2] or raw)
+        proxies = (_PROXY_LOGIN.match(url) for url in urllib.request.getproxies().values())
+        logins = [base_url.userinfo.decode(), *(found[1] for found in proxies if found)]
+        secrets = [key, *(secret for login in logins for secret in _secrets_of(login))]
         self._secrets = [form for text in secrets if len(text) >= SHORTEST_SECRET for form in _forms(text)]
         self._timeout, self._max_retries = timeout, max_retries
         self._is_stopped = threading.Event()
@@ -268,6 +271,13 @@ def _client(**options: Any) -> httpx.Client:
             "{endpoint} cannot be reached: HTTP_PROXY, HTTPS_PROXY or ALL_PROXY must be a URL such as "
             "http://proxy.example.org:3128"
         ) from None
+
+
+def _secrets_of(login: str) -> tuple[str, ...]:
+    """The forms that tell a login, USER:PASSWORD or a token alone: as in a URL, and as the client sends it."""
+    user, _, password = login.partition(":")
+    sent = base64.b64encode(urllib.parse.unquote_to_bytes(f"{user}:{password}")).decode()
+    return sent, password or user, urllib.parse.unquote(password or user)
 
 
 def _forms(secret: str) -> list[str]:

@@ -14,7 +14,7 @@ from mmvllm.captioning.errors import JobError, explained
 from mmvllm.captioning.index import Index
 from mmvllm.captioning.items import Item, real_name
 from mmvllm.captioning.names import is_media_name
-from mmvllm.captioning.replacing import replacing
+from mmvllm.captioning.replacing import replacing, temporary_path
 from mmvllm.captioning.several import caption_lines
 from mmvllm.processors.digest import digest_of
 
@@ -47,6 +47,19 @@ _RANGE = r"(?:\.\d+(?:\.\d+)?-(?:\d+(?:\.\d+)?|end))"  # of a clip, see `_second
 def _seconds(time: float | None) -> str:
     """A time in a file's name, in an order that is that of names: 00030 or 00030.5."""
     return "end" if time is None else f"{time:09.3f}".rstrip("0").rstrip(".")
+
+
+def _kind_of(path: Path, target: Path) -> int | None:
+    """The kind of a file that has to do with the caption file `target`; None if there is none yet.
+
+    Raises ValueError if there can be none.
+    """
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{target}: the caption file cannot be written ({explained(error)})") from None
 
 
 class CaptionFiles:
@@ -107,13 +120,8 @@ class CaptionFiles:
         self._make_folders(path.parent, index)
         if not self.claim_path(path, index):
             raise ValueError(f"{path} is the caption file of another image with this name; rename one, or use jsonl")
-        try:
-            kind = path.lstat().st_mode
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise ValueError(f"{path}: the caption file cannot be written ({explained(error)})") from None
-        else:
+        _kind_of(temporary_path(path), path)  # whose path may be too long where that of the file is not
+        if (kind := _kind_of(path, path)) is not None:
             if stat.S_ISDIR(kind):
                 raise ValueError(f"{path} is a folder, so it cannot be a caption file; rename one, or use jsonl")
             if not self.overwrite:

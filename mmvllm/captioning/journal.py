@@ -210,7 +210,8 @@ class Journal:
             return
         yield task_key(self._settings.fingerprint, path, id, prompt, "")
         first = (record["settings"], path, id, prompt)
-        if record["key"] in (task_key(*first), task_key(*first, "")):  # of a version whose keys had paths as typed
+        # Of a version whose keys had paths as typed. The member "../b.png" of a tar is not the file beside the tar.
+        if "/../" not in path and record["key"] in (task_key(*first), task_key(*first, "")):
             yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
 
     def _part(self, record: dict) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ from typing import Any
 from mmvllm.arguments import is_number
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import parse_json
+from mmvllm.text import parse_json, refuse_constant
 
 OBJECT = "object"  # of a record whose job has a schema: the parsed caption, None if that was cut short
 TEXTS = list[str]  # the kind of a column of lists
@@ -36,7 +36,7 @@ def with_object(record: dict) -> dict:
 def parsed(text: str) -> Any:
     """What a complete caption says, with finite numbers; None for one that was cut short or is nested too deeply."""
     try:
-        value = parse_json(text, parse_float=_finite)
+        value = parse_json(text, parse_float=_finite, parse_constant=refuse_constant)
     except ValueError:
         return None
     return value if _has_levels(value, MAX_LEVELS) else None

@@ -37,13 +37,18 @@ def replacing(path: Path, mode: str = "w", newline: str = "\n", synced: bool = F
         temporary.unlink(missing_ok=True)
 
 
+def temporary_path(target: Path) -> Path:
+    """The path at which a file is written before it replaces `target`."""
+    return target.with_name(f".{xxhash.xxh3_64_hexdigest(os.fsencode(target.name))}.tmp")
+
+
 def _new_file(target: Path) -> tuple[Path, int]:
     """An empty file in the folder of another one, which nothing else has made: no link is followed, no pipe opened.
 
     Its name is short, because the target's may be as long as the file system allows, and the same each time, so that a
     run that is killed leaves one file at most.
     """
-    path = target.with_name(f".{xxhash.xxh3_64_hexdigest(os.fsencode(target.name))}.tmp")
+    path = temporary_path(target)
     try:
         path.unlink(missing_ok=True)
     except OSError:  # a folder

@@ -142,6 +142,7 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
             while (header := tar.next()) is not None:
                 if any(name.startswith("GNU.sparse.") for name in tar.pax_headers):
                     raise tarfile.ReadError("it says of all members that they are sparse; write it without --sparse")
+                header.name = header.name.partition("\0")[0]  # where names in other kinds of headers end
                 if len(header.name) > MAX_PATH:
                     raise tarfile.ReadError(f"a name has {len(header.name)} characters, more than {MAX_PATH}")
                 tar.members.clear()  # tarfile would keep every header

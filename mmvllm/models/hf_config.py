@@ -169,9 +169,10 @@ def _check_decoder(text: dict, rope: dict) -> None:
     for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
         if name in text:
             check_int(name, text[name])
-    for name in ("rms_norm_eps", "rope_theta"):
-        if not is_number(given[name]) or not 0 < given[name] <= LARGEST_NUMBER:
-            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number above 0, at most {LARGEST_NUMBER:g}")
+    for name, least in (("rms_norm_eps", 0), ("rope_theta", 1)):
+        if not is_number(given[name]) or not least <= given[name] <= LARGEST_NUMBER or not given[name]:
+            bound = f"of at least {least}" if least else "above 0"
+            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number {bound}, at most {LARGEST_NUMBER:g}")
     if not isinstance(layer_types := text.get("layer_types") or [], list):
         raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")
     if text.get("use_sliding_window") or "sliding_attention" in layer_types:

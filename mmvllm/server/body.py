@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from mmvllm.server.errors import MAX_KEY_SHOWN, ApiError, out_of_memory
-from mmvllm.text import with_whole_characters
+from mmvllm.text import refuse_constant, with_whole_characters
 
 logger = logging.getLogger(__name__)
 MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
@@ -120,7 +120,7 @@ def parse(body: bytes) -> Any:
     try:
         text = body.removeprefix(codecs.BOM_UTF8).decode()
         parse_int = _int if _may_have_long_integer(body) else None  # which would be called for each of a million
-        value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=refuse_constant)
         return with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
@@ -168,7 +168,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")
     return made
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmvllm.memory_limit import memory_of
 from mmvllm.server.responses_as_chat import messages_of
 from mmvllm.server.responses_request import ITEMS, Item
 
@@ -108,12 +109,6 @@ class ResponseStore:
 def not_stored(noun: str, name: str) -> str:
     """The message of an error about a response, or an item of its output, that is not stored."""
     return f"the {noun} {name!r:.100} is unknown: it was not stored, or it has expired or was evicted"
-
-
-def memory_of(value: Any) -> int:
-    """Bytes in memory of strings, numbers, lists and dicts, with what they hold."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sys.getsizeof(value) + sum(map(memory_of, inner))
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

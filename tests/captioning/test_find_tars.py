@@ -237,6 +237,15 @@ def test_a_name_that_no_system_has_ends_the_tar(tmp_path):
     )
 
 
+def test_a_name_ends_at_a_zero_byte_in_every_kind_of_header(tmp_path):
+    with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in ("b.png\0c.png", "d\0e.png"):
+            member = tarfile.TarInfo("a.png")
+            member.pax_headers = {"path": name}
+            tar.addfile(member, io.BytesIO())
+    assert [item.path for item in find_items([tmp_path / "s.tar"])] == [f"{tmp_path}/s.tar/b.png"]
+
+
 def test_a_tar_without_members_or_end_marker_is_complete(tmp_path):
     tar = make_tar(tmp_path / "s.tar", {"a.png": b"1"}, tarfile.USTAR_FORMAT)
     os.truncate(tar, 1024)

@@ -85,6 +85,19 @@ def test_a_time_to_wait_that_cannot_be_read_is_none(folder, when):
     assert record["caption"] == "a"
 
 
+@pytest.mark.network
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_login_of_a_proxy_that_repeats_it_is_not_shown(folder, monkeypatch, scheme):
+    login = "dXNlcjpwYTU1d29yZDk5 user:pa55word99"
+    proxy = Host(f"HTTP/1.1 407 {login}\r\nContent-Length: {len(login)}\r\n\r\n{login}")
+    monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("://", "://user:pa55word99@"))
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(ArgumentError, match="endpoint (cannot be reached|does not list)") as refused:
+        caption_images(folder, endpoint=f"{scheme}://images.example")
+    proxy.close()
+    assert proxy.heads and "pa55word99" not in str(refused.value) and "dXNl" not in str(refused.value)
+
+
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "nothing://user:pa55word99@127.0.0.1", "http://[::1"])
 def test_a_proxy_that_cannot_be_used_is_a_sentence(folder, monkeypatch, proxy):
     monkeypatch.setenv("ALL_PROXY", proxy)

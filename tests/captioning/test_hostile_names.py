@@ -120,6 +120,9 @@ def packed(*names: str) -> Path:
     return Path("images.tar")
 
 
+LONG_FOLDER = "/".join(["d" * 200] * 20 + ["d" * 56])  # out/LONG_FOLDER/x.txt has 4086 characters, of at most 4095
+
+
 @pytest.mark.parametrize(
     ("names", "failed", "reason"),
     [
@@ -128,6 +131,7 @@ def packed(*names: str) -> Path:
         (["b.png", "a/" * 100 + "x.png", "a/" * 99 + "x.png"], [1], "is in 101 folders, at most 100 are made"),
         (["b.png", "a/" * 1100 + "x.png", "c.png"], [1], "is in 1101 folders, at most 100 are made"),
         (["b.png", "a/" * 1900 + "x.png", "c.png"], [1], "is in 1901 folders, at most 100 are made"),
+        (["b.png", f"{LONG_FOLDER}/x.png", "c.png"], [1], "name too long"),
         (["x.png", "x.txt/y.png", "c.png"], [1], "is the caption file of another image"),
         (["x.txt/y.png", "x.png", "c.png"], [1], "is a folder"),
         (["x.txt/z/y.png", "x.txt.png", "x.png"], [2], "is a folder"),

@@ -109,6 +109,15 @@ def test_lists_and_tars_are_the_same_however_they_are_typed(here, out):
         assert left(SETTINGS, *(os.path.join(folder, name) for name in names), output=out) == []
 
 
+def test_a_member_of_a_tar_is_not_the_file_beside_the_tar(here, out):
+    with tarfile.open("images/a.tar", "w") as tar:
+        tar.add("images/a.png", "../a.png")
+        tar.add("images/a.png", "b/../../a.png")
+    images = os.path.realpath(here / "images")
+    record_all(SETTINGS, f"{images}/a.tar", output=out)
+    assert left(SETTINGS, images, output=out) == [f"{images}/a.png", f"{images}/deep/b.png"]
+
+
 @pytest.mark.parametrize("path", ["http://x.test/a.png", "-:3", "file:///x/a.png", "loop/a.png"])
 def test_what_has_no_real_path_keeps_the_path_that_was_typed(path, here):
     os.symlink("loop", "loop")

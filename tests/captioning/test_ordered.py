@@ -1,7 +1,9 @@
 """Records in the order in which images are found, whatever the order in which captions are finished."""
 
+import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,23 @@ def test_at_most_so_many_records_wait_for_an_earlier_one(monkeypatch):
     assert list(order.put(0, {"n": 0})) == [{"n": 0}, {"n": 1}, {"n": 2}]
     begun.join(10)
     assert taken == [0, 1, 2, 3, 4, 5] and not begun.is_alive()
+
+
+def test_no_task_begins_while_the_records_that_wait_have_too_many_bytes(monkeypatch):
+    monkeypatch.setattr(ordering, "MAX_HELD_BYTES", 10_000)
+    order, is_stopped = InOrder(), threading.Event()
+    tasks = order.limited(itertools.count(), is_stopped.is_set)
+    assert [next(tasks) for _ in range(3)] == [0, 1, 2]
+    assert list(order.put(1, {"caption": "a" * 9_000})) == [] and next(tasks) == 3
+    assert list(order.put(2, {"caption": "a" * 9_000})) == []
+    with ThreadPoolExecutor() as threads:
+        following = threads.submit(next, tasks)
+        assert not wait([following], 0.3).done
+        assert len(list(order.put(0, {}))) == 3 and following.result(10) == 4
+        assert list(order.put(4, {"caption": "a" * 20_000})) == []
+        following = threads.submit(next, tasks, None)
+        is_stopped.set()
+        assert following.result(10) is None
 
 
 @pytest.mark.slow

@@ -186,6 +186,11 @@ def test_how_deeply_captions_may_be_nested_does_not_depend_on_the_callers():
     assert parsed('[{"a": [1]}, "b", 2.5]') == [{"a": [1]}, "b", 2.5] and parsed("[1") is None
 
 
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_caption_with_a_number_that_json_has_not_has_no_object(constant):
+    assert parsed(f'{{"a": [{constant}]}}') is None
+
+
 def test_cells_hold_what_their_columns_can():
     columns = object_columns(json.dumps({"$ref": "#/$defs/a~1b", "$defs": {"a/b": SCHEMA}}))
     assert [*columns] == COLUMNS

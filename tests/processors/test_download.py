@@ -226,6 +226,25 @@ def test_a_long_reason_of_a_host_is_cut_off_before_logins_are_looked_for_in_it(a
     assert time.thread_time() - begin < 2  # 65,000 ** 2 steps take longer
 
 
+LOGIN = "dXNlcjpoaWRkZW4= user:hidden"
+
+
+@pytest.mark.parametrize("answer", [f"HTTP/1.1 407 {LOGIN}\r\nContent-Length: 0\r\n\r\n", f"{LOGIN}\r\n\r\n"])
+@pytest.mark.parametrize("kind", ["host", "proxy", "tunnel"])
+def test_a_login_that_a_host_or_a_proxy_repeats_is_not_shown(answer, kind, monkeypatch):
+    host = Host(answer)
+    url = host.url.replace("://", "://user:hidden@")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    if kind != "host":
+        monkeypatch.setenv("http_proxy", url)
+        monkeypatch.setenv("https_proxy", url)
+        url = "http://images.example" if kind == "proxy" else "https://images.example"
+    with pytest.raises(ImageError, match="cannot be fetched") as refused:
+        load_image(f"{url}/a.png")
+    host.close()
+    assert len(host.heads) == 1 and "hidden" not in str(refused.value) and "dXNl" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "proxy",
     [
