@@ -61,7 +61,7 @@ from mmvllm.intake import (
 )
 from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
-from mmvllm.outputs import Delta, EmbeddingOutput, num_logprobs
+from mmvllm.outputs import Delta, EmbeddingOutput
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling_params import SamplingParams, with_defaults
@@ -70,10 +70,8 @@ from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
-MAX_UNREAD_LOGPROBS = 2**17  # 20 MB
-UNREAD_LOGPROBS = (
-    f"more than {MAX_UNREAD_LOGPROBS} log-probabilities wait to be read; read them faster, or ask for fewer of them"
-)
+MAX_UNREAD_BYTES = 256 << 20
+UNREAD = "too much of the completions waits to be read; read them faster, or ask for fewer tokens or log-probabilities"
 
 
 class _Stream:
@@ -87,39 +85,51 @@ class _Stream:
         self.trace_headers: Mapping[str, str] | None = None
         self.adapter_name: str | None = None  # once fetched
         self.prompt_token_ids: list[int] = []  # once prepared
-        self.keeps_logprobs = True
-        self._num_given = self._num_taken = 0  # log-probabilities; the latter is written in the event loop only
+        self.keeps_logprobs, self.limits_unread = True, False
+        self._num_given = self._num_taken = 0  # bytes; the latter is written in the event loop only
+        self._is_dropped = False
         self.has_ended = False  # guarded by the engine's lock
         self.ended: Future[None] = Future()  # done then
         self._items: deque[Delta | EngineInput | Exception] = deque()  # used in the event loop only, as is what follows
         self._waiter: asyncio.Future[None] | None = None  # of the one task that gets the items
 
+    @property
+    def num_unread(self) -> int:
+        """Bytes of the deltas that have not been taken; 0 where they are dropped."""
+        return 0 if self._is_dropped else self._num_given - self._num_taken
+
+    def count(self, delta: Delta) -> int:
+        """Count a delta that is about to be put, in the engine's thread; returns its bytes."""
+        size = delta.num_bytes if self.limits_unread else 0
+        self._num_given += size
+        return size
+
+    def drop(self) -> None:
+        """Have an error put in place of the deltas that have not been taken."""
+        self._is_dropped = True
+
     def put(self, item: Delta | EngineInput | Exception) -> None:
+        if self._is_dropped:
+            if not isinstance(item, Exception):  # of earlier
+                return
+            self._items.clear()
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def has_too_many_logprobs(self, item: Delta | EngineInput | Exception) -> bool:
-        """Count the log-probabilities of an item that is about to be put; return whether too many are not taken."""
-        self._num_given += _num_logprobs(item)
-        return not self.keeps_logprobs and self._num_given - self._num_taken > MAX_UNREAD_LOGPROBS
 
     async def get(self) -> Any:
         if not self._items:
             self._waiter = self.loop.create_future()
             await self._waiter
         item = self._items.popleft()
-        self._num_taken += _num_logprobs(item)
+        if self.limits_unread and isinstance(item, Delta):
+            self._num_taken += item.num_bytes
         try:
             if isinstance(item, Exception):
                 raise item
             return item
         finally:
             del item  # else an error and this frame, which holds the request, keep each other alive
-
-
-def _num_logprobs(item: Delta | EngineInput | Exception) -> int:
-    return num_logprobs(item.logprobs) if isinstance(item, Delta) else 0
 
 
 class AsyncLLM:
@@ -185,6 +195,8 @@ class AsyncLLM:
         self.num_refused = 0  # requests, with EngineBusy
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
+        self._limited: weakref.WeakSet[_Stream] = weakref.WeakSet()  # those that limit what is unread, also ended ones
+        self._num_unread = 0  # bytes of all of these, or fewer: what is taken is counted when there may be too many
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         # Grammars that take longer have a thread apart, so that others do not wait for them.
         self._grammars, self._slow_grammars = (ThreadPoolExecutor(n, "mmvllm-grammar") for n in (2, 1))
@@ -220,6 +232,7 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         pooling: PoolingParams | None = None,
         keeps_logprobs: bool = True,
+        limits_unread: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
@@ -233,7 +246,9 @@ class AsyncLLM:
             trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
             pooling: generate nothing; there is one delta, whose output has the `embedding` of the prompt.
             keeps_logprobs: False gives log-probabilities of completions to deltas only, so that they take no memory
-                afterwards. A request whose deltas are not taken is refused once they have `MAX_UNREAD_LOGPROBS`.
+                afterwards.
+            limits_unread: for untrusted clients: once the deltas of all such requests that are not taken have
+                `MAX_UNREAD_BYTES`, the request with most of them ends with RequestError.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -245,7 +260,10 @@ class AsyncLLM:
         params = params_for(sampling_params, 0, own.get("sampling_params"))
         stream = self._admit(own.get("request_id") if request_id is None else request_id, params.n)
         stream.trace_headers = own.get("trace_headers") if trace_headers is None else trace_headers
-        stream.keeps_logprobs = keeps_logprobs
+        stream.keeps_logprobs, stream.limits_unread = keeps_logprobs, limits_unread
+        if limits_unread:
+            with self._changed:
+                self._limited.add(stream)
         output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
@@ -502,15 +520,31 @@ class AsyncLLM:
                 if item is BEGUN:
                     stream.has_begun = True
                 elif not stream.has_ended:
-                    if stream.has_too_many_logprobs(item):
-                        self._end(stream, RequestError(UNREAD_LOGPROBS, param="logprobs"))
-                        continue
+                    if isinstance(item, Delta):
+                        self._num_unread += stream.count(item)
                     by_loop[stream.loop].append(event)
                     if is_last(item):
                         self._forget(stream)
             self._preparation.advance()  # requests that have begun make room
         for loop, items in by_loop.items():
             self._send(loop, items)
+        if self._num_unread > MAX_UNREAD_BYTES:
+            self._drop_unread()
+
+    def _drop_unread(self) -> None:
+        """End the requests with the most unread bytes, or drop these where they have ended, until few are left."""
+        with self._changed:
+            streams = sorted(self._limited, key=lambda stream: stream.num_unread)
+            self._num_unread = sum(stream.num_unread for stream in streams)
+            while self._num_unread > MAX_UNREAD_BYTES:
+                stream = streams.pop()
+                self._num_unread -= stream.num_unread
+                stream.drop()
+                error = RequestError(UNREAD)
+                if stream.has_ended:
+                    self._send(stream.loop, [(stream, error)])
+                else:
+                    self._end(stream, error)
 
     def _end(self, stream: _Stream, error: Exception | None = None) -> None:
         """End a request at any stage, unless it has ended."""

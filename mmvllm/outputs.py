@@ -320,3 +320,13 @@ class Delta:
     prompt_logprobs: list[LogprobsById | None] | None = None
     boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion
     stop_reason: str | int | None = None  # the same
+
+    @property
+    def num_bytes(self) -> int:
+        """About as much memory as it takes."""
+        num_values = num_logprobs(self.logprobs) + num_logprobs(self.prompt_logprobs)
+        num_tokens, num_others = len(self.token_ids), 0
+        if self.output is not None:
+            num_tokens += sum(len(one.token_ids) for one in self.output.completions)
+            num_others = 0 if self.output.embedding is None else self.output.embedding.nbytes
+        return 500 + 2 * len(self.text) + 50 * num_tokens + 160 * num_values + num_others

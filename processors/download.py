@@ -64,7 +64,8 @@ def _shown(error: Exception) -> str:
         return f"HTTP Error {error.code}: {http.client.responses.get(error.code, 'unknown')}{loops}"
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return "its answer is not HTTP"
-    text = re.sub(r"(Tunnel connection failed: \d+).*", r"\1", beginning_of(str(error), MAX_REASON), flags=re.DOTALL)
+    text = beginning_of(str(error.reason if isinstance(error, urllib.error.URLError) else error), MAX_REASON)
+    text = re.sub(r"(Tunnel connection failed: \d+).*", r"\1", text, flags=re.DOTALL)
     return re.sub(r"\S*@", "***@", text)
 
 

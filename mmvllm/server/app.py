@@ -176,10 +176,11 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
         return ApiError(404, not_stored("response", response_id), param="response_id")
 
     @router.get("/{response_id}", response_model=ResponseObject)
-    async def response(response_id: str) -> Response:
+    async def response(response_id: str, request: Request) -> Response:
         """A response that is stored."""
         if (found := stored.get(response_id)) is None:
             raise missing(response_id)
+        request.state.reservation.take(len(found.response))  # until the client has read it
         return Response(found.response, media_type="application/json")
 
     @router.get("/{response_id}/input_items", response_model=InputItems)

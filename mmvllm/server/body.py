@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -22,6 +23,7 @@ from mmvllm.text import refuse_constant, with_whole_characters
 logger = logging.getLogger(__name__)
 MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
 _PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _LOGGED: set[str] = set()  # fields that were ignored
@@ -40,7 +42,15 @@ class StrictRequest(Request):
         body = await self.body()
         if len(body) < MANY_BYTES:
             return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(_PARSING, parse, body)
+        loop = asyncio.get_running_loop()
+        turn = _TURNS.setdefault(loop, asyncio.Lock())
+        await turn.acquire()
+        try:
+            return await loop.run_in_executor(_PARSING, parse, body)
+        finally:
+            # Once the caller has validated what is returned: validations of many bodies in a row would keep the event
+            # loop for seconds, and what is parsed takes far more memory than a body.
+            loop.call_soon(turn.release)
 
 
 class StrictRoute(APIRoute):

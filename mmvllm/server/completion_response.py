@@ -19,6 +19,7 @@ from mmvllm.processors.load_video import Load
 from mmvllm.server.disconnects import ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
+from mmvllm.server.limits import PIECE_BYTES
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
@@ -28,7 +29,7 @@ from mmvllm.tracing import trace_headers_of
 
 T = TypeVar("T")
 MANY_VALUES = 2_000  # log-probabilities or numbers of vectors that are made into a response in a few milliseconds
-MAX_QUEUED = 64  # deltas of all prompts; further ones wait in the engine's streams, which count what they hold
+MAX_QUEUED = 16  # deltas of all prompts; further ones wait in the engine's streams, which count what they hold
 _MAKING = ThreadPoolExecutor(1, "mmvllm-response")  # several threads would make the event loop wait for each of them
 
 
@@ -55,6 +56,7 @@ class CompletionResponse(Response):
         work = self._stream if self._job.streams else self._whole
         headers = trace_headers_of(Headers(scope=scope))
         self._record = RequestRecord(self._job, scope["state"]["request_id"], headers)
+        self._reservation, self._num_reserved = scope["state"]["reservation"], 0
         try:
             await while_connected(receive, work(send))
         except ClientDisconnected:
@@ -66,6 +68,14 @@ class CompletionResponse(Response):
             self._log.write(self._record)
 
     async def _whole(self, send: Send) -> None:
+        content = await self._gathered()
+        self._reserve(len(content))
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _gathered(self) -> bytes:
+        """The content of the response, once all of it is there."""
         job = self._job
         choices = [ChoiceBuffer(index) for index in range(job.num_choices)]
         async with aclosing(self._deltas()) as deltas:
@@ -75,10 +85,16 @@ class CompletionResponse(Response):
                     first = index - delta.index
                     for choice in choices[first : first + job.params.n]:
                         choice.output = delta.output
-        content = await _made(partial(self._content, choices), job.builder.num_values)
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        return await _made(partial(self._content, choices), job.builder.num_values)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Count what waits to be sent as bytes of the request, if a client that reads slowly keeps much of it there.
+
+        Raises ApiError if the server holds too many.
+        """
+        if num_bytes > max(self._num_reserved, PIECE_BYTES):
+            self._reservation.take(num_bytes - self._num_reserved)
+            self._num_reserved = num_bytes
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
         return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
@@ -114,11 +130,15 @@ class CompletionResponse(Response):
             if job.repeats_usage:
                 usage = {"usage": running.add(index, delta)}
             make = partial(_texts, job.builder.chunks, index, delta, usage=usage)
-            for text in await _made(make, num_logprobs(delta.logprobs) + num_logprobs(delta.prompt_logprobs)):
-                await events.write(text)
+            texts = await _made(make, num_logprobs(delta.logprobs) + num_logprobs(delta.prompt_logprobs))
+            await self._write(events, texts)
             await asyncio.sleep(0)  # a stream with much to send is not paused by a client that reads quickly
         last = partial(_texts, job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage, usage={})
-        for text in await _made(last, job.builder.num_values):
+        await self._write(events, await _made(last, job.builder.num_values))
+
+    async def _write(self, events: EventStream, texts: Sequence[str]) -> None:
+        self._reserve(sum(map(len, texts)))
+        for text in texts:
             await events.write(text)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -149,7 +169,8 @@ class CompletionResponse(Response):
         """The deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
-        keys |= {"pooling": job.pooling, "keeps_logprobs": job.params.chooses_at_end}  # whose deltas have all at once
+        keys |= {"pooling": job.pooling, "limits_unread": True}
+        keys["keeps_logprobs"] = job.params.chooses_at_end  # whose deltas have all at once
         return (self._engine.generate(request, job.params, **keys) for request in job.requests)
 
 

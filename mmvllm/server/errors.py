@@ -113,11 +113,13 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text with each of `names` replaced by its value, in their order; parts of words stay as they are."""
+    """The text with each of `names` replaced by its value, in their order; parts of words stay as they are, and quotes
+    of the client's own words."""
+    pieces = re.split(r"('[^']*')", text)
     for name, own in names.items():
         begins = r"(?<!\w)" if name[0].isalpha() else ""
-        text = re.sub(rf"{begins}{re.escape(name)}(?!\w)", own, text)
-    return text
+        pieces[::2] = [re.sub(rf"{begins}{re.escape(name)}(?!\w)", own, piece) for piece in pieces[::2]]
+    return "".join(pieces)
 
 
 def internal_error() -> ApiError:

@@ -43,7 +43,7 @@ from mmvllm.server.protocol import (
 )
 from mmvllm.server.ranking import RankingResponseBuilder, RerankRequest, ScoreRequest, TextsRequest
 from mmvllm.server.response_builder import ResponseBuilder
-from mmvllm.server.response_object import ResponseObjectBuilder
+from mmvllm.server.response_object import REPEATED, ResponseObjectBuilder
 from mmvllm.server.response_store import ResponseStore, memory_of, not_stored
 from mmvllm.server.responses_as_chat import (
     NAMES_IN_CHATS,
@@ -189,7 +189,8 @@ class JobFactory:
         if use.names and body.num_logprobs is not None:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
-        is_stored = body.store is not False and self.responses.accepts(messages, body.instructions)
+        repeated = body.model_dump(include=REPEATED, by_alias=True)
+        is_stored = body.store is not False and self.responses.accepts(messages, repeated)
         store = partial(self.responses.add, messages=messages, given=messages_of(given)) if is_stored else None
         builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use, store)
         field = use.field or structured_field(chat).renamed(NAMES_IN_CHATS)

@@ -21,6 +21,7 @@ PATHS_WITHOUT_KEY = frozenset(
         *("/", "/favicon.ico", "/demo"),  # which are redirected to the demo page
     )
 )
+PIECE_BYTES = 64 * 1024
 MAX_IGNORED_BYTES = 64 * 1024  # of a body that is sent to one of these, whose routes use none
 
 
@@ -85,6 +86,7 @@ class AuthAndSizeLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        send = _in_pieces(send)
         try:
             _check_codings(scope)
         except ApiError as error:
@@ -159,6 +161,23 @@ def _elements(scope: Scope, name: bytes) -> set[bytes]:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def _in_pieces(send: Send) -> Send:
+    """Sends long bodies piece by piece, each once the client has read enough of the one before.
+
+    uvicorn copies what a client has not read of a message, and the request, with what it reserves, would end before it
+    is read.
+    """
+
+    async def send_pieces(message: Message) -> None:
+        body, at = message.get("body", b""), 0
+        while len(body) - at > PIECE_BYTES:
+            await send({"type": message["type"], "body": body[at : at + PIECE_BYTES], "more_body": True})
+            at += PIECE_BYTES
+        await send(message | {"body": body[at:]} if at else message)
+
+    return send_pieces
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

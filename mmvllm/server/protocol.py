@@ -56,7 +56,7 @@ def _with_whole_ids(ids: Any) -> Any:
     """Token ids that are written as 5.0, which is an integer in JSON, as integers."""
     if not isinstance(ids, list) or float not in set(map(type, ids)):
         return ids
-    return [int(one) if isinstance(one, float) and one.is_integer() else one for one in ids]
+    return [int(one) if isinstance(one, float) and -INT64 < one < INT64 and one.is_integer() else one for one in ids]
 
 
 _WHOLE_IDS = BeforeValidator(_with_whole_ids)

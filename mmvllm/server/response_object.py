@@ -24,6 +24,8 @@ from mmvllm.server.responses import ResponseObject, Usage
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.tools import ToolUse
 
+REPEATED = {"instructions", "tools", "text", "tool_choice", "metadata"}  # fields of a request, in the response
+
 
 class ResponseObjectBuilder:
     """The response to one request; as a stream it is a sequence of events, each with its `type`."""

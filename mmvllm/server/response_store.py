@@ -1,7 +1,6 @@
 """Responses of OpenAI's Responses API that are kept in memory, so that later requests can continue them."""
 
 import json
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -48,9 +47,10 @@ class ResponseStore:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def accepts(self, messages: Sequence[dict], instructions: str | None = None) -> bool:
-        """Whether the response to a conversation can be stored, which repeats the `instructions`."""
-        return LARGEST_SHARE * (memory_of(messages) + 2 * sys.getsizeof(instructions)) < self._max_bytes
+    def accepts(self, messages: Sequence[dict], repeated: Any = None) -> bool:
+        """Whether the response to a conversation can be stored, which has what is `repeated` of the request."""
+        num_bytes = len(json.dumps(repeated)) if memory_of(repeated) < self._max_bytes else self._max_bytes
+        return LARGEST_SHARE * (memory_of(messages) + num_bytes) < self._max_bytes
 
     def add(self, response: dict[str, Any], messages: Sequence[dict], given: Sequence[dict]) -> None:
         """Store a response, without log-probabilities, to a conversation whose last messages are `given`."""

@@ -78,19 +78,26 @@ async def test_log_probabilities_that_a_delta_has_are_not_kept(engine):
 
 
 @async_test
-async def test_log_probabilities_that_nobody_reads_end_the_request(engine, monkeypatch):
-    """An engine may write more of them than a client reads: each takes 150 bytes."""
-    monkeypatch.setattr(async_llm, "MAX_UNREAD_LOGPROBS", 60)
-    params = SamplingParams(max_tokens=50, ignore_eos=True, logprobs=2)
-    stream = engine.generate(QUESTION, params, keeps_logprobs=False)
-    await anext(stream)
+@pytest.mark.parametrize("params", [{"logprobs": 2}, {"prompt_logprobs": 20, "max_tokens": 2}, {"n": 3}])
+async def test_what_nobody_reads_ends_the_requests_that_have_most_of_it(engine, monkeypatch, params):
+    """Also after the engine has finished them: a client that reads slowly could have any number of them."""
+    monkeypatch.setattr(async_llm, "MAX_UNREAD_BYTES", 60_000)
+    large = SamplingParams(**{"max_tokens": 50, "ignore_eos": True} | params)
+    streams = [engine.generate(QUESTION, each, limits_unread=True) for each in (SHORT, *[large] * 6)]
+    streams.append(engine.generate(QUESTION, large))  # of a caller that is trusted
+    firsts = [asyncio.create_task(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
     wait_until_idle(engine)  # which keeps the event loop from taking any
-    with pytest.raises(RequestError, match="wait to be read") as caught:
-        async for _ in stream:
-            pass
-    assert caught.value.param == "logprobs"
-    deltas, _ = await collect(engine, QUESTION, params)  # which are kept in any case
-    assert len(deltas[-1].output.completions[0].logprobs) == 50
+    errors = []
+    for first, stream in zip(firsts, streams, strict=True):
+        try:
+            last = [await first, *[delta async for delta in stream]][-1]
+            assert last.output.text
+            errors.append(None)
+        except RequestError as error:
+            errors.append(str(error))
+    assert errors[0] is errors[-1] is None and sum(error is not None for error in errors) >= 5
+    assert all("waits to be read" in error for error in filter(None, errors)) and engine.num_requests == 0
 
 
 @async_test

@@ -92,7 +92,7 @@ def test_the_login_of_a_proxy_that_repeats_it_is_not_shown(folder, monkeypatch, 
     proxy = Host(f"HTTP/1.1 407 {login}\r\nContent-Length: {len(login)}\r\n\r\n{login}")
     monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("://", "://user:pa55word99@"))
     monkeypatch.setenv("no_proxy", "")
-    with pytest.raises(ArgumentError, match="endpoint (cannot be reached|does not list)") as refused:
+    with pytest.raises(ArgumentError, match=r"endpoint (cannot be reached|does not list)") as refused:
         caption_images(folder, endpoint=f"{scheme}://images.example")
     proxy.close()
     assert proxy.heads and "pa55word99" not in str(refused.value) and "dXNl" not in str(refused.value)

@@ -53,7 +53,7 @@ def test_the_login_of_a_url_is_not_printed(caption, images, tmp_path):
     code, _, err = caption(*urls, "--output", tmp_path / "out.jsonl")
     assert code == 3 and "hidden" not in err
     for path in ("a.png", "b.mp4"):
-        assert f"\nhttp://127.0.0.1:1/{path}: cannot be fetched (<urlopen error [Errno 111]" in f"\n{err}"
+        assert f"\nhttp://127.0.0.1:1/{path}: cannot be fetched ([Errno 111]" in f"\n{err}"
     assert rows(err)["reasons"] == "2 cannot be fetched"
 
 

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+import httpx
 import numpy as np
 import pytest
 
@@ -13,7 +14,9 @@ from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.schema_keywords import MAX_SCHEMAS
+from mmvllm.server import body as body_module
 from mmvllm.server import completion_response, embedding_response, jobs, response_builder
+from mmvllm.server.body import MANY_BYTES
 from mmvllm.server.chat_builder import ChatResponseBuilder
 from mmvllm.server.completion_response import MAX_QUEUED, CompletionResponse
 from mmvllm.server.jobs import JobFactory
@@ -324,6 +327,34 @@ def test_ids_that_are_cut_off_are_not_copied(app, engine, monkeypatch):
             assert call(app, "POST", path, json={"model": "bundled", field: [ids, [7]], **keys}).is_success
         assert [one["prompt_token_ids"] for one in seen] == [want, [7]] * 2
         seen.clear()
+
+
+def test_a_large_body_is_validated_before_the_next_one_is_parsed(app, monkeypatch):
+    """Parsed bodies take far more memory, and validations in a row kept the event loop for seconds."""
+    events = []
+
+    class Body(dict):
+        def values(self):  # of the first validator
+            events.append("validated")
+            return super().values()
+
+    def parse(body: bytes) -> Body:
+        events.append("parsed")
+        loop.call_soon_threadsafe(time.sleep, 0.2)  # meanwhile the next one would be parsed
+        return Body(json.loads(body))
+
+    async def send_all() -> list:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "a" * MANY_BYTES, "unknown": 1}
+            return await asyncio.gather(*(client.post(COMPLETIONS, json=body) for _ in range(4)))
+
+    loop = None
+    monkeypatch.setattr(body_module, "parse", parse)
+    assert [answer.status_code for answer in asyncio.run(send_all())] == [400] * 4
+    assert events == ["parsed", "validated"] * 4
 
 
 def test_a_vocabulary_of_token_ids_is_read_quickly():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmvllm.server.limits import MAX_IGNORED_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
+from mmvllm.server.limits import MAX_IGNORED_BYTES, PIECE_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
 
 
 class Exchange:
@@ -113,6 +113,22 @@ def test_the_total_size_of_bodies_is_limited(monkeypatch):
     asyncio.run(send_three())
     assert [first.status, second.status, third.status] == [200, 429, 200]
     assert dict(second.sent[0]["headers"])[b"retry-after"] == b"1"
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("path", ["/v1/x", "/demo/x"])
+def test_a_long_response_is_sent_in_pieces(size, path):
+    body = bytes(range(256)) * (size // 256) + b"a" * (size % 256)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body})
+
+    exchange = Exchange(b"", path=path)
+    run(make_middleware(app), exchange)
+    assert exchange.body == body * 2 and max(len(one["body"]) for one in exchange.sent[1:]) <= PIECE_BYTES
+    assert [one.get("more_body", False) for one in exchange.sent[1:]] == [True] * (len(exchange.sent) - 2) + [False]
 
 
 def test_bytes_reserved_by_the_app_count_until_the_request_ends():

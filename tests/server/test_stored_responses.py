@@ -96,10 +96,11 @@ def test_the_input_of_a_response_can_be_read(client):
 
 
 def test_the_bytes_of_an_input_that_is_read_count_with_those_of_requests(engine):
-    for limit, status in ((2000, 429), (20_000, 200)):
+    for limit, status in ((1800, 429), (20_000, 200)):
         app = make_app(engine, max_bodies_bytes=limit)
-        path = f"{RESPONSES}/{post(app, input='x' * 1000)['id']}/input_items"
-        assert call(app, "GET", path).status_code == status
+        path = f"{RESPONSES}/{post(app, input='x' * 300, instructions='y' * 1000)['id']}"
+        for one in (f"{path}/input_items", path):
+            assert call(app, "GET", one).status_code == status
 
 
 @pytest.mark.network
@@ -174,9 +175,13 @@ def test_metadata_and_instructions_evict_no_other_response(engine, app):
         assert refused.status_code == 400 and error_of(refused)["param"].startswith("metadata")
     most = post(app, input="Hi", metadata={f"{i:064}": "é" * 512 for i in range(16)})
     assert most["store"] and len(most["metadata"]) == 16
-    small = make_app(engine, max_stored_bytes=14_000)
+    small = make_app(engine, max_stored_bytes=8_000)
     made = post(small, input="Hi")
     assert made["store"] and not post(small, input="Hi", instructions="Be brief. " * 200)["store"]
+    tool = {"type": "function", "name": "f", "description": "\x01" * 1000}  # JSON has six characters for each
+    assert not post(small, input="Hi", tools=[tool], tool_choice="none")["store"]
+    schema = {"type": "object", "title": "a" * 5000}
+    assert not post(small, input="Hi", text={"format": {"type": "json_schema", "name": "a", "schema": schema}})["store"]
     assert call(small, "GET", f"{RESPONSES}/{made['id']}").status_code == 200
 
 
