@@ -72,12 +72,18 @@ def content_length(scope: Scope) -> int | None:
     return int(length) if length.isdigit() and b"transfer-encoding" not in headers else None
 
 
-def ignore_odd_headers(scope: Scope) -> None:
-    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file."""
+def clean_headers(scope: Scope) -> None:
+    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file.
+
+    To a range with an end, gradio responds with all headers of the request, the login included; the unit is written so
+    that Starlette responds.
+    """
     headers = MutableHeaders(scope=scope)
     for name, expression in _ACCEPTED.items():
         if name in headers and not expression.fullmatch(headers[name]):
             del headers[name]
+    if "range" in headers:
+        headers["range"] = headers["range"].replace("bytes", "Bytes")
     if (host := headers.get("x-forwarded-host")) is not None and not _is_host(host):
         del headers["x-forwarded-host"]
 

@@ -19,6 +19,7 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.route_filter import MAX_UNREAD, RESPONSE_ENDED
 from mmvllm.demo.session import MAX_SESSIONS, NobodyReads, Sessions
 from mmvllm.demo.settings import DemoSettings
+from mmvllm.demo.unread import UnreadResults
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
 from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
@@ -75,7 +76,8 @@ class Page(gr.Blocks):
         """Bound what gradio keeps, once all components and the queue are there.
 
         Neither the paths of all files nor the times of all events are kept. Events count by their size until they end.
-        A message for a session that is gone is dropped, since gradio's queue would stop for good.
+        A message for a session that is gone is dropped, since gradio's queue would stop for good. Where unread results
+        take too much memory, the session with most of them is dropped.
         """
         self.upload_file_set = _NothingKept()
         for block in self.blocks.values():
@@ -83,6 +85,7 @@ class Page(gr.Blocks):
         queue = self._queue
         queue.ANALYTICS_MAX_EVENTS = 1
         push, send_message = queue.push, queue.send_message
+        unread = UnreadResults(queue.pending_messages_per_session)
 
         async def counted_push(body: Any, request: Any, username: str | None) -> Any:
             made = await push(body, request, username)
@@ -91,8 +94,11 @@ class Page(gr.Blocks):
             return made
 
         def send_if_known(event: Any, message: Any) -> None:
-            if self.has_results(event.session_hash):
-                send_message(event, message)
+            if not (self.has_results(event.session_hash) and event.alive):
+                return
+            send_message(event, message)
+            if (largest := unread.count(event.session_hash, getattr(message, "output", None))) is not None:
+                self.sessions.drop(largest)
 
         queue.push, queue.send_message = counted_push, send_if_known
 

@@ -17,9 +17,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.demo.checks import (
+    clean_headers,
     content_length,
     has_charset,
-    ignore_odd_headers,
     is_foreign,
     is_logged_in,
     is_simple,
@@ -108,7 +108,7 @@ class DemoRouteFilter:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         self._sessions.sweep_regularly()
-        ignore_odd_headers(scope)
+        clean_headers(scope)
         route = scope["path"].partition(API)[2]
         num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else content_length(scope)
         if (refusal := self._refusal(scope, route, num_bytes)) is not None:

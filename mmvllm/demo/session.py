@@ -213,6 +213,11 @@ class Sessions:
         self.uploads.release(session.id, keep=session.files)
         session.forget_files()
 
+    def drop(self, session_id: str) -> None:
+        """Remove a session whatever it does: its page has to be reloaded."""
+        if (session := self._sessions.get(session_id)) is not None:
+            self._remove(session)
+
     def _remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
         self.uploads.release(session.id)

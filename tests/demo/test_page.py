@@ -23,6 +23,7 @@ pytest.importorskip("gradio")
 
 from mmvllm.demo import page as page_module
 from mmvllm.demo import session as session_module
+from mmvllm.demo import unread as unread_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
 from tests.helpers.demo import Work
@@ -121,14 +122,18 @@ def test_a_range_of_a_file_is_served_and_an_odd_one_ignored(site, capfd):
     for given, want in {
         "bytes=1-2": data[1:3],
         "bytes=5-": data[5:],
+        "bytes=-4": data[-4:],
         "bytes=1-2-3": data,
         "bytes=1-2,4-5": data,
         "bytes=a-b": data,
         "lines=1-2": data,
         "bytes=" + "9" * 5000 + "-": data,
     }.items():
-        answer = get(f"{site.url}gradio_api/file={path}", headers={"Range": given})
+        own = {"Cookie": "a=b", "Authorization": "Basic YQ==", "X-Accel-Redirect": "/x", "Content-Type": "text/html"}
+        answer = get(f"{site.url}gradio_api/file={path}", headers={"Range": given, **own})
         assert answer.is_success and answer.content == want, given
+        assert not {"cookie", "authorization", "x-accel-redirect", "user-agent"} & answer.headers.keys()
+        assert answer.headers["content-type"] == "image/png"
     assert capfd.readouterr().err == ""
 
 
@@ -165,6 +170,23 @@ def test_a_question_without_an_image_says_what_the_bundled_model_needs(site):
     _, log = event(site, "box", "submit", [{"text": "What is written?", "files": []}, *CONTROLS], "no-image")
     assert log == ["Add a picture first: this model answers questions about pictures only"]
     assert site.engine.stats().num_finished == before
+
+
+def test_results_that_nobody_reads_take_little_memory(site, monkeypatch):
+    """A session with a long conversation could have megabytes for each of its unread results."""
+    monkeypatch.setattr(unread_module, "MAX_UNREAD_BYTES", 400_000)
+    turn = {"question": "q" * 500, "answer": "a" * 500, "note": "<" * 200, "images": []}
+    for number, num_turns in ((0, 1), (1, 60), (2, 1), (3, 60)):
+        body = {"data": [], "fn_index": site.events["conversations", "restore"], "session_hash": f"large-{number}"}
+        body["event_data"] = {"turns": [turn] * num_turns, "final": True}
+        for _ in range(2):
+            assert post(f"{site.url}gradio_api/queue/join", json=body).is_success
+        until(lambda: not site.page._queue.event_ids_to_events)
+    known = [site.page.has_results(f"large-{number}") for number in range(4)]
+    assert known[0] and known[2] and [known[1], known[3]].count(False) >= 1
+    assert event(site, "chat", "clear", [], "another")[0]["success"]
+    for number in range(4):
+        site.page.sessions.drop(f"large-{number}")
 
 
 def test_results_that_nobody_reads_are_few_and_go_with_their_session(site):
