@@ -171,7 +171,7 @@ class AsyncLLM:
             raise ParameterError("release_after", release_after, "a number of seconds above 0, or None")
         check_endpoint(otlp_traces_endpoint)
         check_processor_kwargs(mm_processor_kwargs)
-        config = EngineConfig.from_arguments("AsyncLLM", **engine_args)
+        config = EngineConfig.from_arguments("AsyncLLM", model, **engine_args)
         # Processes that share a model are started again together, if one of them is lost.
         is_fleet = data_parallel_size > 1 or config.tensor_parallel_size > 1
         engine = EngineFleet(model, config, data_parallel_size, release_after) if is_fleet else LLMEngine(model, config)

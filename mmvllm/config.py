@@ -181,6 +181,7 @@ def torch_dtype(name: Any) -> "torch.dtype | None":
 
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 # Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
@@ -199,7 +200,16 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "runner": ("auto", "generate", "pooling"),  # every engine does both
     "enable_sleep_mode": (True, False),  # an LLM may sleep in any case
     "hf_overrides": (None, {}),
+    "download_dir": (None,),
+    "speculative_config": (None,),
+    "compilation_config": None,  # CUDA graphs are captured unless enforce_eager
+    "skip_tokenizer_init": (False,),
+    "generation_config": ("vllm",),  # sampling parameters that are left out are mmvllm's own
+    "max_logprobs": None,  # 20, and more are refused
+    "cpu_offload_gb": (0,),
+    "disable_custom_all_reduce": None,  # there is none
 }
+FOREIGN_QUANTIZATION = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +298,14 @@ class EngineConfig:
     seed: int = 0
 
     @classmethod
-    def from_arguments(cls, owner: str, /, **engine_args: Any) -> "EngineConfig":
-        """The config of keyword arguments that a user gave to `owner`, "LLM" say.
+    def from_arguments(cls, owner: str, model: Any = None, /, **engine_args: Any) -> "EngineConfig":
+        """The config of keyword arguments that a user gave to `owner`, "LLM" say, for a model.
 
-        Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored.
+        Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored, such
+        as a tokenizer that is the model's.
         """
+        if model is not None and str(engine_args.get("tokenizer")) == str(model):
+            del engine_args["tokenizer"]
         if (size := engine_args.get("data_parallel_size", 1)) != 1:
             raise ValueError(
                 f"data_parallel_size is {size!r}, but {owner} has one engine; AsyncLLM may have several, and mmvllm "
@@ -302,6 +315,12 @@ class EngineConfig:
         return cls(**check_arguments(owner, engine_args, known, ACCEPTED_VLLM_ARGUMENTS))
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        if self.quantization in FOREIGN_QUANTIZATION:
+            raise ValueError(
+                f"quantization is {self.quantization!r}, which a checkpoint says itself, in config.json; leave it out"
+            )
         for f in fields(self):
             value = getattr(self, f.name)
             if (f.type is bool or (f.type == bool | None and value is not None)) and not isinstance(value, bool):

@@ -85,7 +85,7 @@ class LLM:
     ):
         check_endpoint(otlp_traces_endpoint)
         check_processor_kwargs(mm_processor_kwargs)
-        self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", **engine_args))
+        self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", model, **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
         self._intake = Intake(self.engine, processor, video_backend, mm_processor_kwargs)

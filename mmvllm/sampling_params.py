@@ -1,6 +1,7 @@
 """The sampling parameters of a request."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -35,6 +36,7 @@ ACCEPTED_VLLM_ARGUMENTS = {
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ITEMS = 1_000_000  # of a list; vocabularies have a few hundred thousand tokens
 ALIASES = {"structured_outputs": "structured"}  # by the names of vLLM
+UNLIMITED = sys.maxsize  # tokens of a completion
 MAX_COMPLETIONS = 16_384  # of a prompt; each takes memory before it begins
 
 
@@ -70,7 +72,8 @@ class SamplingParams:
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1]; after top_k and top_p, as
             in transformers.
         max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
-            is there, is a limit too. With prompt_logprobs it may be 0.
+            is there, is a limit too. With prompt_logprobs it may be 0. None and -1 are `UNLIMITED`: until the context
+            is full.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
         include_stop_str_in_output: it ends with the stop string, or the special token, that stopped it.
@@ -160,8 +163,11 @@ class SamplingParams:
         self._tuple("logits_processors", "functions of token ids and logits", callable)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
         self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.max_tokens is None or (_is_integer(self.max_tokens) and self.max_tokens == -1):
+            object.__setattr__(self, "max_tokens", UNLIMITED)
         least = 0 if self.prompt_logprobs is not None and self.beam_width is None else 1
-        self._integer("max_tokens", f"of at least {least}", lambda v: v >= least)
+        self._integer("max_tokens", f"of at least {least}, -1 or None", lambda v: v >= least)
         self._integer("min_tokens", f"in [0, max_tokens={shown(self.max_tokens)}]", lambda v: 0 <= v <= self.max_tokens)
         self._integer("n", f"in [1, {MAX_COMPLETIONS}]", lambda v: 1 <= v <= MAX_COMPLETIONS)
         self._integer("seed", "or None", lambda v: True, optional=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import RequestError
 from mmvllm.gbnf import as_lark
 from mmvllm.grammar_cost import check_grammar, check_regex, has_complement
@@ -33,6 +34,16 @@ class UnambiguousGrammar(str):
     """A grammar in Lark of which its maker knows that each text can be read in one way only."""
 
 
+# Arguments of vLLM's class, with the values that describe what mmvllm does anyway.
+ACCEPTED_VLLM_ARGUMENTS = {
+    "disable_any_whitespace": (False, None),  # whitespace_pattern="" allows none
+    "disable_additional_properties": (False, None),
+    "disable_fallback": None,
+    "structural_tag": (None,),
+}
+
+
+@with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """What the text of a completion must be; exactly one of the first five.

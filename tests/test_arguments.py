@@ -3,10 +3,11 @@
 import inspect
 import pickle
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from mmvllm import EngineConfig, SamplingParams
+from mmvllm import EngineConfig, SamplingParams, StructuredOutputsParams
 from mmvllm.arguments import check_arguments, check_key
 from mmvllm.config import ACCEPTED_VLLM_ARGUMENTS as ENGINE_ARGUMENTS
 from mmvllm.sampling_params import ACCEPTED_VLLM_ARGUMENTS as SAMPLING_ARGUMENTS
@@ -33,6 +34,31 @@ def test_an_accepted_argument_with_another_value_is_not_supported():
 def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
     given = {name: 4 if accepted is None else accepted[0] for name, accepted in ENGINE_ARGUMENTS.items()}
     assert EngineConfig.from_arguments("LLM", max_num_seqs=3, **given) == EngineConfig(max_num_seqs=3)
+
+
+def test_a_tokenizer_is_accepted_if_it_is_that_of_the_model():
+    for model in ("x/y", Path("x/y")):
+        assert EngineConfig.from_arguments("LLM", model, tokenizer="x/y") == EngineConfig()
+    with pytest.raises(ValueError, match="does not support tokenizer='z'"):
+        EngineConfig.from_arguments("LLM", "x/y", tokenizer="z")
+
+
+def test_dtypes_have_their_names_of_vllm():
+    for name, want in (("half", "float16"), ("float", "float32")):
+        assert EngineConfig(dtype=name).dtype == want
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors"])
+def test_the_quantization_of_a_checkpoint_is_not_an_argument(name):
+    with pytest.raises(ValueError, match=f"quantization is '{name}', which a checkpoint says itself .* leave it out"):
+        EngineConfig(quantization=name)
+
+
+def test_structured_outputs_take_arguments_of_vllm_that_change_nothing():
+    given = {"disable_any_whitespace": False, "disable_fallback": True, "structural_tag": None}
+    assert StructuredOutputsParams(regex="a", **given) == StructuredOutputsParams(regex="a")
+    with pytest.raises(ValueError, match="does not support disable_any_whitespace=True"):
+        StructuredOutputsParams(json={}, disable_any_whitespace=True)
 
 
 @pytest.mark.parametrize(("name", "value"), [("pipeline_parallel_size", 2), ("enable_chunked_prefill", False)])

@@ -24,8 +24,8 @@ NUMBERS = {  # name: (range as the message says it, values outside, values insid
 }
 NOT_INTEGERS = [1.0, 1.5, "1", True, [1], math.nan, math.inf, np.float64(1), np.bool_(True)]
 INTEGERS = {
-    "top_k": ("of at least -1", [-2, -100, None], [-1, 0, 1, 10**6]),
-    "max_tokens": ("of at least 1", [0, -1, None], [1, 4096]),
+    "top_k": ("of at least -1", [-2, -100, None], [0, 1, 10**6]),
+    "max_tokens": ("of at least 1, -1 or None", [0, -2], [1, 4096]),
     "min_tokens": (r"in \[0, max_tokens=256\]", [-1, 257, None], [0, 1, 256]),
     "n": (r"in \[1, 16384\]", [0, -1, None, 16_385, 10**30], [1, 4, 16_384]),
     "logprobs": (r"in \[0, 20\] or None", [-1, 21], [0, 1, 20]),
@@ -78,8 +78,19 @@ def test_defaults_are_greedy_and_valid():
 
 def test_nothing_need_be_generated_where_log_probabilities_of_the_prompt_are_wanted():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
-    with pytest.raises(ValueError, match="max_tokens is -1, must be an integer of at least 0"):
-        SamplingParams(max_tokens=-1, prompt_logprobs=0)
+    with pytest.raises(ValueError, match="max_tokens is -2, must be an integer of at least 0"):
+        SamplingParams(max_tokens=-2, prompt_logprobs=0)
+
+
+@pytest.mark.parametrize("given", [None, -1, np.int64(-1)])
+def test_a_completion_without_a_limit_may_fill_the_context(given, shared_llm):
+    [output] = shared_llm.generate("Hi", SamplingParams(max_tokens=given, ignore_eos=True))
+    assert output.finish_reason == "length"
+    assert output.num_prompt_tokens + len(output.token_ids) == shared_llm.engine.max_model_len
+
+
+def test_two_ways_to_keep_all_tokens_are_the_same():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) and SamplingParams(top_k=-1, beam_width=2).top_k == 0
 
 
 def test_min_tokens_may_not_exceed_max_tokens():

@@ -21,7 +21,7 @@ import httpx
 from mmvllm.arguments import check_key
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import UNLIMITED, SamplingParams
 from mmvllm.structured import StructuredOutputsParams
 from mmvllm.text import beginning_of, check_json_size, parse_json, printable
 from mmvllm.time_limit import TimeIsOver, TimeLimit, shut_down
@@ -92,8 +92,9 @@ class Endpoint:
 
     def complete(self, messages: list[dict], params: SamplingParams, **fields: Any) -> RequestOutput | None:
         """The answer to a conversation, or an output with the error; None if `stop` came before it was begun."""
-        body = {"model": self.model, "messages": messages, "max_tokens": params.max_tokens}
-        body |= {"temperature": params.temperature} | fields
+        body = {"model": self.model, "messages": messages, "temperature": params.temperature} | fields
+        if params.max_tokens < UNLIMITED:
+            body["max_tokens"] = params.max_tokens
         body |= {} if params.seed is None else {"seed": params.seed}
         body |= {} if params.n == 1 else {"n": params.n}
         body |= {"stop_on_repetition": True} if params.stop_on_repetition and self._is_own else {}

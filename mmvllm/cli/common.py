@@ -20,11 +20,22 @@ def option_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+_FACTORS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+
+
 def at_least_one(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def context_length(text: str) -> int | None:
+    """An argparse type: a number of tokens, also as vLLM's users write it (4k, 4K for 4096); None for auto and -1."""
+    if text in ("auto", "-1"):
+        return None
+    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
+    return factor * at_least_one(number)
 
 
 def seconds(text: str) -> float:
@@ -74,6 +85,7 @@ def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> 
     group.add_argument(
         "--generation-config",
         choices=("auto", "none"),
+        type=lambda name: "none" if name == "vllm" else name,  # as vLLM calls it
         default="auto",
         help="default sampling parameters: auto takes those of the checkpoint's generation_config.json, where it has "
         f"them; none is {otherwise} (default: %(default)s)",

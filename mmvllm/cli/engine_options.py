@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import Field, fields
 from typing import Any
 
-from mmvllm.cli.common import at_least_one, option_name
+from mmvllm.cli.common import at_least_one, context_length, option_name
 from mmvllm.config import EngineConfig, given_engine_args, literal_choices
 
 
@@ -43,6 +43,8 @@ def _value_arguments(field: Field) -> dict[str, Any]:
     """The arguments of `add_argument` that depend on a field's type."""
     if field.type in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
+    if field.name == "max_model_len":
+        return {"type": context_length, "metavar": "N"}
     if choices := literal_choices(field.type):
         return {"choices": [choice for choice in choices if choice is not None]}
     if field.name == "seed":

@@ -12,7 +12,7 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of a command and, because subparsers have the class of their parent, of its subcommands.
 
     Options are not abbreviated: the beginning of one may be the name of another one elsewhere. `hints` say what to do
-    in place of options that there are not.
+    in place of options that there are not, and of values ("--option value").
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -54,6 +54,7 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         hint = f"{suggestion(str(value), action.choices)} (choose from {', '.join(map(str, action.choices))})"
+        hint = f"; {own}" if (own := self.hints.get(f"{(action.option_strings or [''])[0]} {value}")) else hint
         if isinstance(action, argparse._SubParsersAction):
             self.error(f"there is no {action.metavar.lower()} {value!r}{hint}")
         raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")

@@ -2,12 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from mmvllm.cli.common import at_least_one
 from mmvllm.cli.parser import CommandParser
+from mmvllm.config import FOREIGN_QUANTIZATION
 
-# By the number of their values: they ask for what this server does anyway.
-_UNUSED = {
+# By the number of their values, or with the one value that is accepted: they ask for what this server does anyway.
+_UNUSED: dict[str, int | Sequence[str]] = {
     "--trust-remote-code": 0,  # no code of a checkpoint is run
     "--enable-auto-tool-choice": 0,
     "--tool-call-parser": 1,
@@ -21,7 +24,19 @@ _UNUSED = {
     "--enable-prompt-tokens-details": 0,
     "--enable-server-load-tracking": 0,
     "--swap-space": 1,  # preempted sequences are computed again
+    "--pipeline-parallel-size": ("1",),
+    "-pp": ("1",),
+    "--enable-sleep-mode": 0,
+    "--exclude-tools-when-tool-choice-none": 0,
+    "--tokenizer-mode": ("auto",),
+    "--max-logprobs": 1,  # is 20; a request for more is refused
+    "--disable-custom-all-reduce": 0,
+    "--cpu-offload-gb": ("0",),
+    "--guided-decoding-backend": 1,  # as a field of requests
+    "--mm-processor-cache-gb": 1,  # outputs of processors are not cached
+    "--disable-mm-preprocessor-cache": 0,
 }
+_SHORT = {"-tp": "tensor_parallel_size", "-dp": "data_parallel_size"}
 _INSTEAD = {
     "--limit-mm-per-prompt": "--max-images and --max-videos limit what a request has",
     "--mm-processor-kwargs": "--max-pixels limits images, and requests have mm_processor_kwargs",
@@ -32,20 +47,29 @@ _INSTEAD = {
     "--tokenizer": "a checkpoint's own tokenizer is used; leave it out",
     "--revision": "give --model the folder of a snapshot",
     "--download-dir": "set the environment variable HF_HUB_CACHE",
-    "--pipeline-parallel-size": "--tensor-parallel-size shares a model among devices",
+    "--speculative-config": "there is no speculative decoding; leave it out",
+    "--compilation-config": "CUDA graphs are captured unless --enforce-eager is given; leave it out",
+    "--hf-overrides": "change the config.json of the checkpoint's folder",
+    "--convert": "completions and embeddings are served together; leave it out",
     "--distributed-executor-backend": "--executor ray runs replicas on a cluster; leave it out otherwise",
     "--ssl-keyfile": "a reverse proxy in front serves HTTPS",
     "--ssl-certfile": "a reverse proxy in front serves HTTPS",
     "--root-path": "a reverse proxy in front takes the prefix away",
     "--task": "completions and embeddings are served together; leave it out",
     "--runner": "completions and embeddings are served together; leave it out",
+    **{
+        f"--quantization {name}": "a quantized checkpoint says so itself; leave it out" for name in FOREIGN_QUANTIZATION
+    },
 }
 
 
 def add_vllm_options(parser: argparse.ArgumentParser) -> None:
     """Accept the options that change nothing, and explain the others; the tables of options do not show them."""
-    for option, num_values in _UNUSED.items():
-        parser.add_argument(option, action=_Unused, nargs=num_values, dest="unused", help=argparse.SUPPRESS)
+    for option, values in _UNUSED.items():
+        keys = {"nargs": values} if isinstance(values, int) else {"choices": values}
+        parser.add_argument(option, action=_Unused, dest="unused", help=argparse.SUPPRESS, **keys)
+    for option, name in _SHORT.items():
+        parser.add_argument(option, type=at_least_one, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     if isinstance(parser, CommandParser):
         parser.hints |= _INSTEAD
 

@@ -67,7 +67,7 @@ class LLMEngine:
         """
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
-        checkpoint = read_checkpoint(model, config or EngineConfig.from_arguments("LLMEngine", **engine_args))
+        checkpoint = read_checkpoint(model, config or EngineConfig.from_arguments("LLMEngine", model, **engine_args))
         self._folder = checkpoint.folder
         self.config = config = checkpoint.config
         self.process = OwnProcess()

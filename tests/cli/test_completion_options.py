@@ -41,5 +41,5 @@ def test_one_line_says_which_values_are_used(command, capsys):
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_another_choice_is_refused(command, capsys):
     with pytest.raises(SystemExit) as end:
-        main([command, "--generation-config", "vllm"])
-    assert end.value.code == 2 and "invalid choice: 'vllm' (choose from auto, none)" in capsys.readouterr().err
+        main([command, "--generation-config", "mine"])
+    assert end.value.code == 2 and "invalid choice: 'mine' (choose from auto, none)" in capsys.readouterr().err

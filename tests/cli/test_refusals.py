@@ -101,6 +101,11 @@ def test_a_refusal_needs_no_torch(line, message, folder):
         ("caption x.png --max-tok 4", "mmvllm caption: there is no option --max-tok; did you mean --max-tokens?"),
         ("serve --chat-templat x.jinja", "there is no option --chat-templat; did you mean --chat-template?"),
         ("serve x --limit-mm-per-prompt image=4", "there is no option --limit-mm-per-prompt; --max-images and --max-v"),
+        ("serve x --quantization awq", "invalid choice: 'awq'; a quantized checkpoint says so itself; leave it out"),
+        ("serve x --pipeline-parallel-size 2", "invalid choice: '2' (choose from 1)"),
+        ("serve x -pp 2", "invalid choice: '2' (choose from 1)"),
+        ("serve x --max-model-len 4x", "'4x' is not a whole number of at least 1"),
+        ("serve x --speculative-config {}", "there is no option --speculative-config; there is no speculative"),
         ("serve x --block-size=16", "there is no option --block-size; write --kvcache-block-size"),
     ],
 )
@@ -139,11 +144,23 @@ def test_names_of_repositories_tell_their_support(model, told):
 
 
 def test_options_of_vllm_that_change_nothing_are_named_once(capsys):
-    line = "--trust-remote-code --enable-auto-tool-choice --tool-call-parser hermes --swap-space=4 --lora-modules a=x"
+    line = "--trust-remote-code --tool-call-parser hermes --swap-space=4 -pp 1 --tokenizer-mode auto --lora-modules a=x"
     assert main(["serve", *line.split()]) == 2
     told, refused = capsys.readouterr().err.splitlines()
-    options = "--trust-remote-code, --enable-auto-tool-choice, --tool-call-parser, --swap-space"
+    options = "--trust-remote-code, --tool-call-parser, --swap-space, -pp, --tokenizer-mode"
     assert told == f"mmvllm serve: options without effect: {options}" and "needs --enable-lora" in refused
+
+
+def test_options_may_be_written_as_for_vllm():
+    parser = argparse.ArgumentParser()
+    import_module("mmvllm.cli.serve").add_arguments(parser)
+    line = "-tp 2 -dp 3 --dtype half --max-model-len 4k --generation-config vllm"
+    args = parser.parse_args(line.split())
+    assert (args.tensor_parallel_size, args.data_parallel_size, args.dtype) == (2, 3, "half")
+    assert (args.max_model_len, args.generation_config) == (4000, "none")
+    for given, want in (("8K", 8192), ("auto", None), ("-1", None), ("512", 512)):
+        assert parser.parse_args(["--max-model-len", given]).max_model_len == want
+    assert (parser.parse_args([]).tensor_parallel_size or 1, parser.parse_args([]).data_parallel_size) == (1, 1)
 
 
 def test_a_server_is_given_one_model(capsys):
