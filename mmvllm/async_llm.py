@@ -71,7 +71,8 @@ from mmvllm.tracing import check_endpoint, ended_output, make_tracer
 Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
 
 MAX_UNREAD_BYTES = 256 << 20
-UNREAD = "too much of the completions waits to be read; read them faster, or ask for fewer tokens or log-probabilities"
+UNREAD = "unread"  # `param` of the error about them, which no parameter causes
+TOO_MUCH_UNREAD = "too much of the completions waits to be read; read them faster, or ask for less at once"
 
 
 class _Stream:
@@ -534,13 +535,14 @@ class AsyncLLM:
     def _drop_unread(self) -> None:
         """End the requests with the most unread bytes, or drop these where they have ended, until few are left."""
         with self._changed:
-            streams = sorted(self._limited, key=lambda stream: stream.num_unread)
-            self._num_unread = sum(stream.num_unread for stream in streams)
+            unread = {stream: stream.num_unread for stream in self._limited}  # once: callers take more meanwhile
+            self._num_unread = sum(unread.values())
+            largest = iter(sorted(unread, key=unread.__getitem__, reverse=True))
             while self._num_unread > MAX_UNREAD_BYTES:
-                stream = streams.pop()
-                self._num_unread -= stream.num_unread
+                stream = next(largest)
+                self._num_unread -= unread[stream]
                 stream.drop()
-                error = RequestError(UNREAD)
+                error = RequestError(TOO_MUCH_UNREAD, param=UNREAD)
                 if stream.has_ended:
                     self._send(stream.loop, [(stream, error)])
                 else:

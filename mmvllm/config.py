@@ -209,7 +209,8 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "cpu_offload_gb": (0,),
     "disable_custom_all_reduce": None,  # there is none
 }
-FOREIGN_QUANTIZATION = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "gguf")
+# vLLM's names of what checkpoints that are quantized say themselves.
+CHECKPOINT_QUANTIZATION = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +305,7 @@ class EngineConfig:
         Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored, such
         as a tokenizer that is the model's.
         """
-        if model is not None and str(engine_args.get("tokenizer")) == str(model):
+        if "tokenizer" in engine_args and model is not None and str(engine_args["tokenizer"]) == str(model):
             del engine_args["tokenizer"]
         if (size := engine_args.get("data_parallel_size", 1)) != 1:
             raise ValueError(
@@ -317,7 +318,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
-        if self.quantization in FOREIGN_QUANTIZATION:
+        if self.quantization in CHECKPOINT_QUANTIZATION:
             raise ValueError(
                 f"quantization is {self.quantization!r}, which a checkpoint says itself, in config.json; leave it out"
             )

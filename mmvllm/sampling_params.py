@@ -117,7 +117,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int = 256
+    max_tokens: int | None = 256
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -168,7 +168,8 @@ class SamplingParams:
             object.__setattr__(self, "max_tokens", UNLIMITED)
         least = 0 if self.prompt_logprobs is not None and self.beam_width is None else 1
         self._integer("max_tokens", f"of at least {least}, -1 or None", lambda v: v >= least)
-        self._integer("min_tokens", f"in [0, max_tokens={shown(self.max_tokens)}]", lambda v: 0 <= v <= self.max_tokens)
+        most = "of at least 0" if self.max_tokens == UNLIMITED else f"in [0, max_tokens={shown(self.max_tokens)}]"
+        self._integer("min_tokens", most, lambda v: 0 <= v <= self.max_tokens)
         self._integer("n", f"in [1, {MAX_COMPLETIONS}]", lambda v: 1 <= v <= MAX_COMPLETIONS)
         self._integer("seed", "or None", lambda v: True, optional=True)
         self._integer("logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 import mmvllm
 from mmvllm.errors import ArgumentError
 from mmvllm.outputs import CompletionOutput, RequestOutput
-from mmvllm.sampling_params import SamplingParams
+from mmvllm.sampling_params import UNLIMITED, SamplingParams
 from mmvllm.text import without_logins
 
 if TYPE_CHECKING:
@@ -197,13 +197,14 @@ def _stages(output: RequestOutput) -> list[tuple[str, float, float]]:
 
 
 def _of_request(model: str, params: SamplingParams) -> dict[str, Any]:
+    limit = {} if params.max_tokens == UNLIMITED else {"gen_ai.request.max_tokens": params.max_tokens}
     return {
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.n": params.n,
+        **limit,
     }
 
 

@@ -22,7 +22,7 @@ IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
 PROCESSOR_KEYS = frozenset(("fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"))
 _EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`, which are pixels in all
-_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # types of parts
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # types of parts
 _RATES = ("fps", "sample_fps", "raw_fps")
 _TIMES = ("video_start", "video_end")
 
@@ -120,7 +120,7 @@ def without_thoughts(content: Any) -> Any:
     """The content of an earlier answer without the parts in which a model thought, which no later prompt has."""
     if not isinstance(content, list | tuple):
         return content
-    return [part for part in content if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
+    return [part for part in content if not (isinstance(part, dict) and part.get("type") in THOUGHTS)]
 
 
 def refusal_as_text(part: Any) -> Any:

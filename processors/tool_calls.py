@@ -121,8 +121,8 @@ class ToolCallParser:
             if START.startswith(self._rest) and self._rest != START:  # the mark of another call, which may be cut off
                 return False
             self._is_after_call = False
-            if self._has_content and not self._rest.startswith(START):
-                self._rest = self._gap + self._rest
+            if not self._rest.startswith(START):
+                self._rest, self._gap = (self._gap if self._has_content else "") + self._rest, ""
         text, start, after = self._rest.partition(START)
         if self._num_refused >= MAX_REFUSED:  # each is followed by all that could be its call
             text, start = self._rest, ""

@@ -60,7 +60,8 @@ def _calls(tokenizer: Any, parallel: bool) -> str:
 def _rule(name: str, function: dict[str, Any]) -> str:
     head = json.dumps(f'{{"name": "{function["name"]}", "arguments": ')
     parameters = enforceable(function.get("parameters") or {})
-    if not parameters.get("properties") and parameters.keys() <= _OF_NO_PARAMETERS:
+    is_empty = not parameters.get("properties") and not parameters.get("required")
+    if is_empty and parameters.keys() <= _OF_NO_PARAMETERS:
         parameters = {"additionalProperties": False}
     schema = {"type": "object", **parameters, "x-guidance": STYLE}
     return f'{name}: {head} %json {json.dumps(schema)} "}}"'

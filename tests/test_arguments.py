@@ -39,6 +39,7 @@ def test_engine_arguments_of_vllm_that_change_nothing_are_accepted():
 def test_a_tokenizer_is_accepted_if_it_is_that_of_the_model():
     for model in ("x/y", Path("x/y")):
         assert EngineConfig.from_arguments("LLM", model, tokenizer="x/y") == EngineConfig()
+    assert EngineConfig.from_arguments("LLM", "None") == EngineConfig()
     with pytest.raises(ValueError, match="does not support tokenizer='z'"):
         EngineConfig.from_arguments("LLM", "x/y", tokenizer="z")
 
@@ -50,7 +51,7 @@ def test_dtypes_have_their_names_of_vllm():
 
 @pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors"])
 def test_the_quantization_of_a_checkpoint_is_not_an_argument(name):
-    with pytest.raises(ValueError, match=f"quantization is '{name}', which a checkpoint says itself .* leave it out"):
+    with pytest.raises(ValueError, match=f"quantization is '{name}', which a checkpoint says itself, .* leave it out"):
         EngineConfig(quantization=name)
 
 

@@ -89,6 +89,12 @@ def test_a_completion_without_a_limit_may_fill_the_context(given, shared_llm):
     assert output.num_prompt_tokens + len(output.token_ids) == shared_llm.engine.max_model_len
 
 
+def test_the_least_length_of_a_completion_without_a_limit_has_no_upper_bound():
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+    with pytest.raises(ValueError, match="min_tokens is -1, must be an integer of at least 0"):
+        SamplingParams(max_tokens=None, min_tokens=-1)
+
+
 def test_two_ways_to_keep_all_tokens_are_the_same():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) and SamplingParams(top_k=-1, beam_width=2).top_k == 0
 

@@ -210,8 +210,8 @@ class Journal:
             return
         yield task_key(self._settings.fingerprint, path, id, prompt, "")
         first = (record["settings"], path, id, prompt)
-        # Of a version whose keys had paths as typed. The member "../b.png" of a tar is not the file beside the tar.
-        if "/../" not in path and record["key"] in (task_key(*first), task_key(*first, "")):
+        # Of a version whose keys had paths as typed.
+        if not _leaves_tar(path) and record["key"] in (task_key(*first), task_key(*first, "")):
             yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
 
     def _part(self, record: dict) -> tuple[str, ...] | None:
@@ -264,6 +264,12 @@ class Journal:
         with self.path.open("rb") as file:
             while line := file.readline(MAX_LINE_BYTES + 1):  # an output of others may be one endless line
                 yield line
+
+
+def _leaves_tar(path: str) -> bool:
+    """Whether a path may be that of a member such as "../b.png" of a tar, which is not the file beside the tar."""
+    before, found, _ = path.rpartition("/../")
+    return bool(found) and ".tar/" in f"{before}/".lower()
 
 
 @contextmanager

@@ -127,7 +127,11 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="maximum length of a caption (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="maximum length of a caption, -1 for none (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",

@@ -1,6 +1,7 @@
 """Arguments and argument types shared by several subcommands."""
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +21,6 @@ def option_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_FACTORS = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
-
-
 def at_least_one(text: str) -> int:
     """An argparse type."""
     if not text.isdecimal() or int(text) < 1:
@@ -34,8 +32,10 @@ def context_length(text: str) -> int | None:
     """An argparse type: a number of tokens, also as vLLM's users write it (4k, 4K for 4096); None for auto and -1."""
     if text in ("auto", "-1"):
         return None
-    number, factor = (text[:-1], _FACTORS[text[-1]]) if text[-1:] in _FACTORS else (text, 1)
-    return factor * at_least_one(number)
+    match = re.fullmatch(r"(\d*[1-9]\d*)([kK]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096, 4k (4,000) or 4K (4,096)")
+    return int(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
 
 
 def seconds(text: str) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmvllm.cli.common import at_least_one
 from mmvllm.cli.parser import CommandParser
-from mmvllm.config import FOREIGN_QUANTIZATION
+from mmvllm.config import CHECKPOINT_QUANTIZATION
 
 # By the number of their values, or with the one value that is accepted: they ask for what this server does anyway.
 _UNUSED: dict[str, int | Sequence[str]] = {
@@ -37,6 +37,7 @@ _UNUSED: dict[str, int | Sequence[str]] = {
     "--disable-mm-preprocessor-cache": 0,
 }
 _SHORT = {"-tp": "tensor_parallel_size", "-dp": "data_parallel_size"}
+_OF_CHECKPOINTS = "a quantized checkpoint says so itself; leave it out"
 _INSTEAD = {
     "--limit-mm-per-prompt": "--max-images and --max-videos limit what a request has",
     "--mm-processor-kwargs": "--max-pixels limits images, and requests have mm_processor_kwargs",
@@ -57,9 +58,7 @@ _INSTEAD = {
     "--root-path": "a reverse proxy in front takes the prefix away",
     "--task": "completions and embeddings are served together; leave it out",
     "--runner": "completions and embeddings are served together; leave it out",
-    **{
-        f"--quantization {name}": "a quantized checkpoint says so itself; leave it out" for name in FOREIGN_QUANTIZATION
-    },
+    **{f"--quantization {name}": _OF_CHECKPOINTS for name in CHECKPOINT_QUANTIZATION},
 }
 
 

@@ -19,7 +19,6 @@ from mmvllm.processors.load_video import Load
 from mmvllm.server.disconnects import ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
-from mmvllm.server.limits import PIECE_BYTES
 from mmvllm.server.metrics import Metrics
 from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
@@ -69,7 +68,7 @@ class CompletionResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         content = await self._gathered()
-        self._reserve(len(content))
+        self._hold(len(content))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -87,13 +86,10 @@ class CompletionResponse(Response):
                         choice.output = delta.output
         return await _made(partial(self._content, choices), job.builder.num_values)
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Count what waits to be sent as bytes of the request, if a client that reads slowly keeps much of it there.
-
-        Raises ApiError if the server holds too many.
-        """
-        if num_bytes > max(self._num_reserved, PIECE_BYTES):
-            self._reservation.take(num_bytes - self._num_reserved)
+    def _hold(self, num_bytes: int) -> None:
+        """Count what waits to be sent as bytes of the request: a client that reads slowly keeps it there."""
+        if num_bytes > self._num_reserved:
+            self._reservation.hold(num_bytes - self._num_reserved)
             self._num_reserved = num_bytes
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
@@ -137,9 +133,10 @@ class CompletionResponse(Response):
         await self._write(events, await _made(last, job.builder.num_values))
 
     async def _write(self, events: EventStream, texts: Sequence[str]) -> None:
-        self._reserve(sum(map(len, texts)))
-        for text in texts:
-            await events.write(text)
+        pieces = [text.encode() for text in texts]
+        self._hold(sum(map(len, pieces)))
+        for piece in pieces:
+            await events.write(piece)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""

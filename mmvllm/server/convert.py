@@ -19,6 +19,7 @@ from mmvllm.server.messages import (
     InputMessage,
     Part,
     TextPart,
+    ThoughtPart,
     VideoPart,
     options_of,
     parts_of,
@@ -215,7 +216,10 @@ def _functions_called(message: InputMessage) -> Sequence[CalledFunction]:
 
 
 def _content_of(message: InputMessage) -> str | Sequence[Part]:
-    return message.content or (message.refusal if isinstance(message, HistoryMessage) else None) or ""
+    content = message.content
+    if isinstance(message, HistoryMessage) and isinstance(content, list):
+        content = [part for part in content if not isinstance(part, ThoughtPart)]
+    return content or (message.refusal if isinstance(message, HistoryMessage) else None) or ""
 
 
 def _message(message: InputMessage, media: Mapping[type, Iterator[dict]]) -> dict:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mmvllm.server.messages import ImagePart, TextPart
+from mmvllm.server.messages import ImagePart, TextPart, ThoughtPart
 from mmvllm.server.protocol import ChatPrompt
 
 MAX_TEXT = 4000  # characters of each text
@@ -26,8 +26,8 @@ def _content(content: Any) -> str:
 
 
 def _part(part: Any) -> str:
-    if isinstance(part, TextPart):
-        return part.text
+    if isinstance(part, TextPart | ThoughtPart):
+        return part.text if isinstance(part, TextPart) else ""
     return "<image>" if isinstance(part, ImagePart) else "<video>"
 
 

@@ -115,7 +115,7 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 def renamed(text: str, names: Mapping[str, str]) -> str:
     """The text with each of `names` replaced by its value, in their order; parts of words stay as they are, and quotes
     of the client's own words."""
-    pieces = re.split(r"('[^']*')", text)
+    pieces = re.split(r"""("[^"]*"|(?<!\w)'[^']*')""", text)
     for name, own in names.items():
         begins = r"(?<!\w)" if name[0].isalpha() else ""
         pieces[::2] = [re.sub(rf"{begins}{re.escape(name)}(?!\w)", own, piece) for piece in pieces[::2]]

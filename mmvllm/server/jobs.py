@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from mmvllm.async_llm import AsyncLLM, Request
+from mmvllm.async_llm import UNREAD, AsyncLLM, Request
 from mmvllm.fetching import fetch
 from mmvllm.intake import as_request
 from mmvllm.media import MAX_URL_LENGTH, Kind, MediaError
@@ -114,18 +114,18 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def spelled(self, error: ValueError, index: int = 0) -> tuple[str, str]:
+    def spelled(self, error: ValueError, index: int = 0) -> tuple[str, str | None]:
         """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
         return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error, index))
 
-    def _param_of(self, error: ValueError, index: int) -> str:
+    def _param_of(self, error: ValueError, index: int) -> str | None:
         if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
             return param
         own = getattr(error, "param", None)
         if own == "lora_request":
             return "model"
-        if own == "logprobs":  # that the client does not read
-            return self.builder.logprobs_field
+        if own == UNREAD:
+            return None
         if self.fields is not None:
             return self.fields[index]
         return own if own in convert.PARAMS_OF_BOTH_APIS else self.builder.prompt_field

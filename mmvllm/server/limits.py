@@ -44,6 +44,9 @@ class ByteBudget:
         if self._num_reserved + num_bytes > self._capacity:
             message = "the server holds as many bytes of requests as are allowed; try again later"
             raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
+        self.hold(num_bytes)
+
+    def hold(self, num_bytes: int) -> None:
         self._num_reserved += num_bytes
 
 
@@ -57,6 +60,11 @@ class ByteReservation:
     def take(self, num_bytes: int) -> None:
         """Reserve more bytes; raises ApiError if the budget does not have as many left."""
         self._budget.take(num_bytes)
+        self.num_bytes += num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count more bytes, of what is there already: if they are too many, later requests are refused."""
+        self._budget.hold(num_bytes)
         self.num_bytes += num_bytes
 
 

@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import MAX_FPS, MIN_FPS
-from mmvllm.processors.parts import PROCESSOR_KEYS, as_part_of_chats, without_thoughts
+from mmvllm.processors.parts import PROCESSOR_KEYS, THOUGHTS, as_part_of_chats
 from mmvllm.processors.tools import MAX_TOOLS
 from mmvllm.server.errors import ApiError
 
@@ -293,6 +293,18 @@ Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
 PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and models leave some empty
 
 
+class ThoughtPart(OpenModel):
+    """What a model thought before an earlier answer; no prompt has it."""
+
+    type: Literal[THOUGHTS]
+
+
+PartOfAnswer = Annotated[
+    Annotated[ThoughtPart, Tag("a thought")] | Annotated[Part, Tag("another part")],
+    Discriminator(tag_by("type", dict.fromkeys(THOUGHTS, "a thought"), "another part")),
+]
+
+
 class InputMessage(OpenModel):
     role: Annotated[
         str,
@@ -360,7 +372,7 @@ class HistoryMessage(InputMessage):
     misplaced = ()
 
     role: Literal["assistant"]
-    content: Annotated[str | PartsOfHistory | None, BeforeValidator(without_thoughts)] = None
+    content: str | Annotated[list[PartOfAnswer], Field(fail_fast=True)] | None = None
     refusal: str | None = Field(None, description="Read as the content, if there is none.")
     annotations: Ignored = None
     tool_calls: Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

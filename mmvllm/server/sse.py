@@ -36,22 +36,22 @@ class EventStream:
 
     async def data(self, payload: dict | str) -> None:
         """Send an event; see `event_text`."""
-        await self.write(event_text(payload))
+        await self.write(event_text(payload).encode())
 
     async def _ping_when_idle(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
             if loop.time() >= self._last_sent + PING_SECONDS:
-                await self.write(": ping\n\n")
+                await self.write(b": ping\n\n")
 
-    async def write(self, text: str) -> None:
-        """Send the text of an event."""
+    async def write(self, event: bytes) -> None:
+        """Send an event, encoded."""
         self._last_sent = asyncio.get_running_loop().time()
         if not self.is_open:
             self.is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 def event_text(payload: dict | str) -> str:

@@ -63,6 +63,13 @@ def test_the_captions_of_a_server_are_those_of_an_engine_here(tmp_path):
 
 
 @pytest.mark.network
+def test_a_caption_without_a_limit_is_asked_for_without_one(folder):
+    with fake_endpoint(lambda body, _: said("a")) as fake:
+        assert [*caption_images(folder / "000.png", endpoint=fake.url, max_tokens=-1)]
+    assert "max_tokens" not in fake.bodies[0]
+
+
+@pytest.mark.network
 def test_a_request_has_the_settings_and_the_key_is_written_nowhere(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-7")
     with fake_endpoint(lambda body, _: said("  a dog ")) as fake:

@@ -87,10 +87,11 @@ def test_a_time_to_wait_that_cannot_be_read_is_none(folder, when):
 
 @pytest.mark.network
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_the_login_of_a_proxy_that_repeats_it_is_not_shown(folder, monkeypatch, scheme):
+@pytest.mark.parametrize("written", ["http://user:pa55word99@", "user:pa55word99@"])
+def test_the_login_of_a_proxy_that_repeats_it_is_not_shown(folder, monkeypatch, scheme, written):
     login = "dXNlcjpwYTU1d29yZDk5 user:pa55word99"
     proxy = Host(f"HTTP/1.1 407 {login}\r\nContent-Length: {len(login)}\r\n\r\n{login}")
-    monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("://", "://user:pa55word99@"))
+    monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("http://", written))
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(ArgumentError, match=r"endpoint (cannot be reached|does not list)") as refused:
         caption_images(folder, endpoint=f"{scheme}://images.example")

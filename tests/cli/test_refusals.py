@@ -104,7 +104,7 @@ def test_a_refusal_needs_no_torch(line, message, folder):
         ("serve x --quantization awq", "invalid choice: 'awq'; a quantized checkpoint says so itself; leave it out"),
         ("serve x --pipeline-parallel-size 2", "invalid choice: '2' (choose from 1)"),
         ("serve x -pp 2", "invalid choice: '2' (choose from 1)"),
-        ("serve x --max-model-len 4x", "'4x' is not a whole number of at least 1"),
+        ("serve x --max-model-len 4x", "'4x' is not a number of tokens, such as 4096, 4k"),
         ("serve x --speculative-config {}", "there is no option --speculative-config; there is no speculative"),
         ("serve x --block-size=16", "there is no option --block-size; write --kvcache-block-size"),
     ],

@@ -53,6 +53,9 @@ TEXTS = {
     f"Hi {CALL} bye": ("Hi bye", [F]),
     f"Hi\n{CALL}\n{CALL}\n\nbye {CALL} now": ("Hi\nbye now", [F] * 3),
     f"  {CALL} bye": ("bye", [F]),
+    f"Hi {CALL}bye {CALL}now{CALL}": ("Hi bye now", [F] * 3),
+    f"Hi  {CALL}a{CALL}b{CALL}c": ("Hi  abc", [F] * 3),
+    f"\n{CALL}Hi<tool_call>oops": ("Hi<tool_call>oops", [F]),
     f"Hi {CALL}\n<tool_call>oops": ("Hi <tool_call>oops", [F]),
     f"<tool_call>oops\n{CALL} b": ("<tool_call>oops\nb", [F]),
     # Arguments that are null, or JSON in a string
@@ -161,6 +164,7 @@ TOOLS = [
     OPEN,
     *({"function": {"name": f"n{i}", "parameters": parameters}} for i, parameters in enumerate(NO_PARAMETERS)),
     {"function": {"name": "n"}},
+    {"function": {"name": "m", "parameters": {"type": "object", "required": ["a"]}}},
 ]
 
 
@@ -198,6 +202,7 @@ def test_functions_without_parameters_are_called_with_none(accepts):
     for name in ("n", *(f"n{i}" for i in range(len(NO_PARAMETERS)))):
         for make in (tool_call_grammar, free_text_grammar):
             assert accepts(make, call_of(name, {})) and not accepts(make, call_of(name, {"a": 1}))
+    assert accepts(tool_call_grammar, call_of("m", {"a": 1})) and not accepts(tool_call_grammar, call_of("m", {}))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from mmvllm.server.body import MANY_BYTES
 from mmvllm.server.chat_builder import ChatResponseBuilder
 from mmvllm.server.completion_response import MAX_QUEUED, CompletionResponse
 from mmvllm.server.jobs import JobFactory
+from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
 from tests.helpers.server import (
     CHAT,
@@ -327,6 +328,23 @@ def test_ids_that_are_cut_off_are_not_copied(app, engine, monkeypatch):
             assert call(app, "POST", path, json={"model": "bundled", field: [ids, [7]], **keys}).is_success
         assert [one["prompt_token_ids"] for one in seen] == [want, [7]] * 2
         seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(prompt="a " * 500, max_tokens=1, echo=True, logprobs=5)),
+        (COMPLETIONS, completion(prompt="a " * 500, max_tokens=1, echo=True, logprobs=5, stream=True)),
+        (EMBEDDINGS, {"input": ["a"] * 40, "dimensions": 192}),
+    ],
+)
+def test_a_response_that_a_client_has_not_read_counts_with_the_bytes_of_requests(engine, monkeypatch, path, body):
+    app, held = make_app(engine, max_bodies_bytes=10_000), []
+    hold = ByteReservation.hold
+    monkeypatch.setattr(ByteReservation, "hold", lambda self, size: held.append(size) or hold(self, size))
+    answer = call(app, "POST", path, json=body)  # it is not refused itself
+    assert answer.status_code == 200 and len(answer.content) / 2 < sum(held) <= len(answer.content)
+    assert call(app, "POST", path, json=body).status_code == 200
 
 
 def test_a_large_body_is_validated_before_the_next_one_is_parsed(app, monkeypatch):

@@ -123,6 +123,7 @@ def test_a_history_of_this_form_is_that_of_tools(app):
         ({"function_call": {"name": "f"}}, "function_call", "needs functions"),
         ({"function_call": {"name": "x"}, "functions": FUNCTIONS}, "function_call.name", "'x', which is not the name"),
         ({"function_call": {"name": "tools"}, "functions": FUNCTIONS}, "function_call.name", "is 'tools', which"),
+        ({"function_call": {"name": "it's tools"}, "functions": FUNCTIONS}, "function_call.name", "it's tools"),
         ({"functions": FUNCTIONS, "function_call": "required"}, "function_call", "must be 'none' or 'auto'"),
         ({"functions": [FUNCTIONS[0]] * 2}, "functions[1].name", "as that of another"),
         ({"functions": [{"name": "my_tools"}] * 2}, "functions[1].name", "is 'my_tools', as that of another"),

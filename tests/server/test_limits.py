@@ -131,6 +131,22 @@ def test_a_long_response_is_sent_in_pieces(size, path):
     assert [one.get("more_body", False) for one in exchange.sent[1:]] == [True] * (len(exchange.sent) - 2) + [False]
 
 
+def test_bytes_that_are_there_already_are_counted_beyond_the_limit():
+    budget, first, second = ByteBudget(100), Exchange(b"a" * 40), Exchange(b"a" * 40)
+
+    async def app(scope, receive, send):
+        if not second.sent:
+            scope["state"]["reservation"].hold(1000)
+            await make_middleware(app, budget)(second.scope, second.receive, second.send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    run(make_middleware(app, budget), first)
+    assert (first.status, second.status) == (200, 429)
+    run(make_middleware(app, budget), again := Exchange(b"a" * 40))
+    assert again.status == 200
+
+
 def test_bytes_reserved_by_the_app_count_until_the_request_ends():
     budget = ByteBudget(100)
 

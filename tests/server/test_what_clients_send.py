@@ -113,10 +113,14 @@ def test_parts_may_have_the_forms_of_other_apis(app):
     want = tokens_of(app, [user(url, text), {"role": "assistant", "content": "a"}])
     for part in texts:
         for image in others:
-            answer = {"role": "assistant", "content": [thought, part]}
+            answer = {"role": "assistant", "content": [thought, part, {"type": "redacted_thinking", "data": "x"}]}
             assert tokens_of(app, [{"role": "user", "content": [image, part]}, answer]) == want
-    answer = call(app, "POST", CHAT, json=chat(messages=[{"role": "user", "content": [thought]}]))
-    assert answer.status_code == 400 and "messages[0].content[0]" in answer.text
+    for role, parts, place in (("user", [thought], 0), ("assistant", [thought, text, {"type": "bogus"}], 2)):
+        answer = call(app, "POST", CHAT, json=chat(messages=[{"role": role, "content": parts}]))
+        assert error_of(answer)["param"] == f"messages[0].content[{place}]"
+    assert tokens_of(app, [{"role": "assistant", "content": [thought]}]) == tokens_of(
+        app, [{"role": "assistant", "content": ""}]
+    )
 
 
 CUT = "cut \ud83d here \udc00"
