@@ -18,7 +18,7 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index, keep_caption
 from mmvllm.captioning.items import part_of_key, real_name
 from mmvllm.captioning.locked_file import LockedFile
-from mmvllm.captioning.record import MAX_LINE_BYTES, as_line, is_clip, parse_record
+from mmvllm.captioning.record import MAX_LINE_BYTES, as_line, is_clip, parse_record, read_line
 from mmvllm.captioning.replacing import check_regular
 from mmvllm.captioning.settings import CaptionSettings, task_key
 from mmvllm.captioning.settings_file import SettingsFile
@@ -126,7 +126,7 @@ class Journal:
         if self._overwrite and not self._has_begun:
             return
         for number, line in enumerate(self._lines()):
-            record = json.loads(line)
+            record = read_line(line)
             if self.index.line(record["key"]) == number:
                 yield record
 

@@ -59,10 +59,15 @@ def fitting(record: dict) -> dict:
     return cut | nothing | {"error": error, "finish_reason": "error"}
 
 
+def read_line(line: bytes) -> Any:
+    """What a line says, with null for NaN and infinities, which JSON has not; raises ValueError if it is not JSON."""
+    return parse_json(line, parse_constant=lambda _: None)
+
+
 def parse_record(line: bytes) -> dict | None:
     """The record in a line; None if there is none, or if a field has a value of another type than jobs write."""
     try:
-        record = parse_json(line) if len(line) <= MAX_LINE_BYTES else None
+        record = read_line(line) if len(line) <= MAX_LINE_BYTES else None
     except ValueError:
         return None
     return record if isinstance(record, dict) and _is_record(record) else None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.files import CaptionFiles
+from mmvllm.captioning.files import MAX_FOLDERS, CaptionFiles
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.journal import Journal
 from mmvllm.captioning.settings import output_dir_of
@@ -78,7 +78,8 @@ class Restorer:
                 return None
             inside = path.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in inside.parts)  # also ".."
-            return None if is_hidden else self._files.output_dir / inside
+            is_deep = len(inside.parts) > MAX_FOLDERS + 1  # of which no file was written
+            return None if is_hidden or is_deep else self._files.output_dir / inside
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
         is_beside = path.parent in (image.parent, Path(record["path"]).parent)
         return path if is_from_here and is_beside else None

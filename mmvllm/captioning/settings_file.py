@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.captioning.errors import explained
+from mmvllm.captioning.names import MAX_PATH
 from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
@@ -94,8 +95,8 @@ class SettingsFile:
             )
         if len(known) > MAX_SETTINGS:
             raise ValueError(f"it has {len(known)} settings, at most {MAX_SETTINGS} are allowed")
-        if not all(isinstance(folder, str) for folder in folders):
-            raise ValueError("a folder is not text")
+        if not all(map(_is_path, folders)):
+            raise ValueError("a folder is no path")
         if max(map(_num_captions, known.values()), default=0) > MAX_COMPLETIONS:
             raise ValueError(f"settings make more than {MAX_COMPLETIONS} captions of an image")
         return known, folders[-MAX_FOLDERS:]
@@ -105,14 +106,22 @@ def _num_captions(values: Any) -> int:
     """How many captions of an image settings make; raises ValueError where values are not of the types in use."""
     if not isinstance(values, dict):
         raise ValueError("settings are not an object")
-    if not isinstance(values.get("caption_files", ""), str | None):
-        raise ValueError("caption_files is not text")
+    if (files := values.get("caption_files")) is not None and not _is_path(files):
+        raise ValueError("caption_files is no path")
     prompts, n = values.get("prompts") or [], values.get("n", 1)
     if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
         raise ValueError("prompts are not a list of objects with a name")
     if type(n) is not int or n < 1:
         raise ValueError("n is no integer of at least 1")
     return n * max(1, len(prompts))
+
+
+def _is_path(value: Any) -> bool:
+    """Whether it can be a path; the time to resolve one grows with the square of its length."""
+    try:
+        return isinstance(value, str) and len(value) <= MAX_PATH and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_prompt(value: Any) -> bool:

@@ -13,6 +13,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.processors.clip import DEFAULT_FPS
 from mmvllm.processors.parts import check_numbers
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.text import shown
 
 Uploaded = UploadedImage | UploadedVideo
 
@@ -78,7 +79,7 @@ def to_request(turns: Sequence[Turn], options: Options, clips: ClipRules | None 
     Raises ValueError if the system prompt is not a string.
     """
     if not isinstance(options.system, str):
-        raise ValueError(f"the system prompt is {options.system!r}, must be text")
+        raise ValueError(f"the system prompt is {shown(options.system)}, must be text")
     messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
     media = []
     for turn in turns:

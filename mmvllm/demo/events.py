@@ -6,6 +6,7 @@ import gradio as gr
 
 from mmvllm.text import parse_json
 
+MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_FILES = 200  # and of a conversation: each is written into every update of the page
 RELOAD = "the page sent something that cannot be read; reload it"
 
@@ -14,7 +15,7 @@ def read_draft(draft: Any) -> tuple[str, list[str]]:
     """The text and the image paths in the message box."""
     if not isinstance(draft, dict) or not isinstance(draft.get("text"), str):
         raise ValueError(RELOAD)
-    return draft["text"], read_files(draft.get("files"))
+    return _short(draft["text"]), read_files(draft.get("files"))
 
 
 def read_files(files: Any) -> list[str]:
@@ -42,7 +43,13 @@ def read_index(event: gr.EventData) -> int:
 
 def read_text(event: gr.EventData) -> str:
     """The new text of an edited question."""
-    return _strings([_field(event, "value")])[0]
+    return _short(_strings([_field(event, "value")])[0])
+
+
+def _short(question: str) -> str:
+    if len(question) > MAX_CHARACTERS:
+        raise ValueError(f"The question has {len(question):,} characters, at most {MAX_CHARACTERS:,} are accepted")
+    return question
 
 
 class KeptEvent(NamedTuple):

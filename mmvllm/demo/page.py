@@ -4,6 +4,7 @@ import asyncio
 import html
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -77,7 +78,7 @@ class Page(gr.Blocks):
 
         Neither the paths of all files nor the times of all events are kept. Events count by their size until they end.
         A message for a session that is gone is dropped, since gradio's queue would stop for good. Where unread results
-        take too much memory, the session with most of them is dropped.
+        take too much memory, a session with many of them is dropped.
         """
         self.upload_file_set = _NothingKept()
         for block in self.blocks.values():
@@ -85,7 +86,7 @@ class Page(gr.Blocks):
         queue = self._queue
         queue.ANALYTICS_MAX_EVENTS = 1
         push, send_message = queue.push, queue.send_message
-        unread = UnreadResults(queue.pending_messages_per_session)
+        self._unread = UnreadResults(queue.pending_messages_per_session, self.sessions.drop)
 
         async def counted_push(body: Any, request: Any, username: str | None) -> Any:
             made = await push(body, request, username)
@@ -97,8 +98,7 @@ class Page(gr.Blocks):
             if not (self.has_results(event.session_hash) and event.alive):
                 return
             send_message(event, message)
-            if (largest := unread.count(event.session_hash, getattr(message, "output", None))) is not None:
-                self.sessions.drop(largest)
+            self._unread.count(event.session_hash, [getattr(message, name, None) for name in ("output", "log")])
 
         queue.push, queue.send_message = counted_push, send_if_known
 
@@ -117,6 +117,10 @@ class Page(gr.Blocks):
         for event_id in self._event_bytes.keys() - self._queue.event_ids_to_events.keys():
             del self._event_bytes[event_id]
         return sum(self._event_bytes.values())
+
+    def being_sent(self, session_id: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Within, this many bytes of results are sent to the browser of a session, which counts as unread."""
+        return self._unread.being_sent(session_id, num_bytes)
 
     def launch(self, **options: Any) -> Any:
         """As gradio's, whose default would be 40 events at a time."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmvllm.demo.conversation import Turn, Uploaded, media_in
-from mmvllm.demo.events import MAX_FILES, RELOAD
+from mmvllm.demo.events import MAX_CHARACTERS, MAX_FILES, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
-MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_NOTE = 1000  # characters, of which each may become six where it is shown; the rest is left out
 MAX_BOXES = 100  # drawn on one image
 MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; the frames of earlier videos are left out

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Protocol
 from urllib.parse import parse_qs
@@ -83,6 +83,9 @@ class Results(Protocol):
     def count_event_bytes(self) -> int:
         """The size of all events that have not ended."""
 
+    def being_sent(self, session_id: str, num_bytes: int) -> AbstractContextManager[None]:
+        """Within, this many bytes of results are sent to the browser of a session."""
+
     def forget_upload(self, upload_id: str) -> None:
         """Forget the progress of an upload."""
 
@@ -101,8 +104,9 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
-        self._streams: Counter[str] = Counter()  # open responses with results, by session
+        self._streams: defaultdict[str, set[asyncio.Task]] = defaultdict(set)  # responses with results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
+        sessions.end_responses = self._end_responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -201,21 +205,33 @@ class DemoRouteFilter:
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
             has_started = True
-            await send(message)
+            with self._results.being_sent(session, len(message.get("body", b""))):
+                await send(message)
 
         ended = asyncio.Event()
         token = RESPONSE_ENDED.set(ended)
-        self._streams[session] += 1
+        responding = asyncio.create_task(self.app(scope, receive, send_and_note))
+        self._streams[session].add(responding)
         try:
-            await self.app(scope, receive, send_and_note)
+            await asyncio.wait((responding,))
+            if not responding.cancelled():  # else of a session that takes too much; uvicorn closes the connection
+                await responding
         except Exception:  # of a session that was forgotten meanwhile; the browser has been told
             if not has_started:
                 raise
             await send({"type": "http.response.body", "body": b""})
         finally:
-            self._streams -= Counter([session])  # which drops counts of 0
+            responding.cancel()
+            await asyncio.gather(responding, return_exceptions=True)
+            self._streams[session].discard(responding)
+            if not self._streams[session]:
+                del self._streams[session]
             ended.set()
             RESPONSE_ENDED.reset(token)
+
+    def _end_responses(self, session: str) -> None:
+        for responding in self._streams.get(session, ()):
+            responding.cancel()
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):

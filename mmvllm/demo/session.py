@@ -116,6 +116,7 @@ class Sessions:
         # Whether the browser reads the results of a session, and how many it has not read.
         self.is_read: Callable[[str], bool] = lambda session_id: True
         self.num_unread_updates: Callable[[str], int] = lambda session_id: 0
+        self.end_responses: Callable[[str], None] = lambda session_id: None  # those with results of a session
         self.is_closed = False  # set by another thread
 
     @property
@@ -215,6 +216,7 @@ class Sessions:
 
     def drop(self, session_id: str) -> None:
         """Remove a session whatever it does: its page has to be reloaded."""
+        self.end_responses(session_id)
         if (session := self._sessions.get(session_id)) is not None:
             self._remove(session)
 

@@ -1,12 +1,15 @@
 """The memory of results that no browser has read."""
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from mmvllm.memory_limit import memory_of
 
 MAX_UNREAD_BYTES = 2**27  # of all sessions; a result has a conversation, of which the longest take a few megabytes
+SENT_FACTOR = 6  # gradio keeps a message beside its bytes, and its text with up to 4 bytes for each character
 
 
 class MessageQueue(Protocol):
@@ -17,33 +20,64 @@ class MessageQueue(Protocol):
 
 
 class UnreadResults:
-    """Counts the bytes of the results that wait in gradio's queues, which are given by session."""
+    """Limits the memory of the results that wait in gradio's queues, or for a browser that reads slowly.
 
-    def __init__(self, queues: Mapping[str, MessageQueue]):
-        self._queues = queues
-        self._sizes: dict[str, deque[int]] = {}  # of the messages of each session
-        self._num_bytes = 0  # of all of them at most: what was read is subtracted when there may be too many
+    Args:
+        queues: gradio's queues, by session.
+        drop: called with a session that takes too much: the one with most bytes, by the time that they have waited.
+    """
 
-    def count(self, session_id: str, output: Any) -> str | None:
-        """Count a message that was put into the queue of a session, with its output.
+    def __init__(self, queues: Mapping[str, MessageQueue], drop: Callable[[str], None]):
+        self._queues, self._drop = queues, drop
+        self._waiting: dict[str, deque[tuple[float, int]]] = {}  # when each message of a session came, and its bytes
+        self._sending: dict[object, tuple[str, float, int]] = {}  # the session of a message, its begin and bytes
+        self._num_bytes = 0  # of all at most: what was read is subtracted when there may be too many
 
-        Returns the session that has most of all bytes if these are more than `MAX_UNREAD_BYTES`.
-        """
-        size = memory_of(output)
-        self._sizes.setdefault(session_id, deque()).append(size)
+    def count(self, session_id: str, content: Any) -> None:
+        """Count the content of a message that was put into the queue of a session."""
+        size = memory_of(content)
+        self._waiting.setdefault(session_id, deque()).append((time.monotonic(), size))
         self._num_bytes += size
-        self._drop_read(session_id)
-        if self._num_bytes <= MAX_UNREAD_BYTES:
-            return None
-        for one in [*self._sizes]:
-            self._drop_read(one)
-        unread = {one: sum(sizes) for one, sizes in self._sizes.items()}
-        self._num_bytes = sum(unread.values())
-        return max(unread, key=unread.__getitem__) if self._num_bytes > MAX_UNREAD_BYTES else None
+        self._forget_read(session_id)
+        self._limit()
 
-    def _drop_read(self, session_id: str) -> None:
-        sizes, queue = self._sizes[session_id], self._queues.get(session_id)
-        for _ in range(len(sizes) - (0 if queue is None else queue.qsize())):
-            sizes.popleft()
-        if not sizes:
-            del self._sizes[session_id]
+    @contextmanager
+    def being_sent(self, session_id: str, num_bytes: int) -> Iterator[None]:
+        """Within, this many bytes of a message are sent to the browser of a session."""
+        key, size = object(), SENT_FACTOR * num_bytes
+        self._sending[key] = session_id, time.monotonic(), size
+        self._num_bytes += size
+        self._limit()
+        try:
+            yield
+        finally:
+            del self._sending[key]
+
+    def _limit(self) -> None:
+        if self._num_bytes <= MAX_UNREAD_BYTES:
+            return
+        now, num_bytes, weights = time.monotonic(), dict[str, int](), dict[str, float]()
+        for session_id, begin, size in self._unread():
+            num_bytes[session_id] = num_bytes.get(session_id, 0) + size
+            weights[session_id] = weights.get(session_id, 0.0) + size * (now - begin)
+        self._num_bytes = sum(num_bytes.values())
+        for session_id in sorted(weights, key=weights.__getitem__, reverse=True):
+            if self._num_bytes <= MAX_UNREAD_BYTES:
+                return
+            self._num_bytes -= num_bytes[session_id]
+            self._drop(session_id)
+
+    def _unread(self) -> Iterator[tuple[str, float, int]]:
+        """Session, begin and bytes of each message."""
+        for session_id in [*self._waiting]:
+            self._forget_read(session_id)
+        for session_id, messages in self._waiting.items():
+            yield from ((session_id, begin, size) for begin, size in messages)
+        yield from self._sending.values()
+
+    def _forget_read(self, session_id: str) -> None:
+        messages, queue = self._waiting[session_id], self._queues.get(session_id)
+        for _ in range(len(messages) - (0 if queue is None else queue.qsize())):
+            messages.popleft()
+        if not messages:
+            del self._waiting[session_id]

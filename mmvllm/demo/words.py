@@ -8,7 +8,9 @@ import gradio as gr
 from mmvllm.demo.images import UploadError
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, PromptTooLong, RequestError, RequestFailed
 from mmvllm.models.folder import BUNDLED_NAME
+from mmvllm.text import beginning_of
 
+MAX_WARNING = 1000  # characters
 BUNDLED_WARNING = (
     "This small demonstration model only knows drawings like its examples. About anything else, such as a photograph, "
     "it writes confident nonsense. To ask about pictures of your own, start the page with another model, as README.md "
@@ -55,4 +57,4 @@ def spoken(error: Exception) -> str:
 
 
 def warn(error: Exception) -> None:
-    gr.Warning(html.escape(spoken(error)))
+    gr.Warning(html.escape(beginning_of(spoken(error), MAX_WARNING)))

@@ -12,7 +12,9 @@ from mmvllm.server.parser import MalformedRequest, StrictConnection
 from mmvllm.server.request_id import new_request_id
 
 HEADER_SECONDS = 10.0
-STALL_SECONDS = 60.0  # a client must read what was sent within this time
+STALL_SECONDS = 60.0  # a client must read what was sent within this time, and no more slowly in all than:
+MIN_BYTES_PER_SECOND = 32 * 1024
+MIN_COUNTED_BYTES_PER_SECOND = 2**20  # where the bytes of the request are counted, of which others need some
 
 
 class OpenTransport:
@@ -20,8 +22,10 @@ class OpenTransport:
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
+        self.num_written = 0
 
     def write(self, data: bytes) -> None:
+        self.num_written += len(data)
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -33,7 +37,9 @@ class TimeLimitedProtocol(H11Protocol):
     """Closes connections whose client is too slow.
 
     A request's head must be complete `HEADER_SECONDS` after the connection was opened, or after the head's first byte.
-    What was sent must be read within `STALL_SECONDS`; otherwise unread data and its connection would be kept forever.
+    What was sent must be read within `STALL_SECONDS`. The time in which something of a response waits to be read may
+    be this long, and a second more for as many bytes as a client must read in one; otherwise unread data and its
+    connection would be kept for hours.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -42,6 +48,8 @@ class TimeLimitedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER)
+        self._num_written_before = 0  # bytes of earlier responses
+        self._paused_at, self._paused_seconds = 0.0, 0.0  # of this response
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(OpenTransport(transport))
@@ -70,11 +78,22 @@ class TimeLimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+        self._paused_at = self.loop.time()
+        num_bytes = self.transport.num_written - self._num_written_before
+        is_counted = "reservation" in (self.scope or {}).get("state", {})
+        rate = MIN_COUNTED_BYTES_PER_SECOND if is_counted else MIN_BYTES_PER_SECOND
+        left = STALL_SECONDS + num_bytes / rate - self._paused_seconds
+        self._stall_timer = self.loop.call_later(min(STALL_SECONDS, max(0.0, left)), self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._paused_seconds += self.loop.time() - self._paused_at
         self._cancel_stall_timer()
+
+    def on_response_complete(self) -> None:
+        """Begin to count anew, for the next response."""
+        self._num_written_before, self._paused_seconds = self.transport.num_written, 0.0
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_header_timer()

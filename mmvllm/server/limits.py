@@ -21,15 +21,20 @@ PATHS_WITHOUT_KEY = frozenset(
         *("/", "/favicon.ico", "/demo"),  # which are redirected to the demo page
     )
 )
+SMALL_SHARE, RESERVE_FACTOR = 4096, 1.25
 PIECE_BYTES = 64 * 1024
 MAX_IGNORED_BYTES = 64 * 1024  # of a body that is sent to one of these, whose routes use none
 
 
 class ByteBudget:
-    """Bytes of request bodies and fetched images and videos that may be held at a time."""
+    """Bytes of request bodies and fetched images and videos that may be held at a time.
+
+    Of further bytes, only requests with a small share may have some: large ones do not keep them waiting.
+    """
 
     def __init__(self, capacity: int):
         self._capacity, self._num_reserved = capacity, 0
+        self._small = capacity // SMALL_SHARE
 
     @contextmanager
     def reservation(self) -> "Iterator[ByteReservation]":
@@ -40,8 +45,9 @@ class ByteBudget:
         finally:
             self._num_reserved -= reservation.num_bytes
 
-    def take(self, num_bytes: int) -> None:
-        if self._num_reserved + num_bytes > self._capacity:
+    def take(self, num_bytes: int, num_taken: int = 0) -> None:
+        is_small = num_taken + num_bytes <= self._small
+        if self._num_reserved + num_bytes > self._capacity * (RESERVE_FACTOR if is_small else 1):
             message = "the server holds as many bytes of requests as are allowed; try again later"
             raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
         self.hold(num_bytes)
@@ -59,7 +65,7 @@ class ByteReservation:
 
     def take(self, num_bytes: int) -> None:
         """Reserve more bytes; raises ApiError if the budget does not have as many left."""
-        self._budget.take(num_bytes)
+        self._budget.take(num_bytes, self.num_bytes)
         self.num_bytes += num_bytes
 
     def hold(self, num_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from typing import Any
 
 from starlette.types import Send
@@ -22,6 +23,7 @@ class EventStream:
 
     def __init__(self, send: Send):
         self._send = send
+        self._turn = asyncio.Lock()  # a long event is sent in pieces, between which nothing else may come
         self.is_open = False  # whether the response has started
 
     async def __aenter__(self) -> "EventStream":
@@ -30,9 +32,10 @@ class EventStream:
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        self._pings.cancel()
-        if error is None:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with self._turn if error is None else nullcontext():
+            self._pings.cancel()
+            if error is None:
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def data(self, payload: dict | str) -> None:
         """Send an event; see `event_text`."""
@@ -42,16 +45,17 @@ class EventStream:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
-            if loop.time() >= self._last_sent + PING_SECONDS:
+            if loop.time() >= self._last_sent + PING_SECONDS and not self._turn.locked():
                 await self.write(b": ping\n\n")
 
     async def write(self, event: bytes) -> None:
         """Send an event, encoded."""
-        self._last_sent = asyncio.get_running_loop().time()
-        if not self.is_open:
-            self.is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        async with self._turn:
+            if not self.is_open:
+                self.is_open = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            self._last_sent = asyncio.get_running_loop().time()
 
 
 def event_text(payload: dict | str) -> str:

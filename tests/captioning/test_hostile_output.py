@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
+from mmvllm.captioning.files import CaptionFiles
 from mmvllm.captioning.journal import Journal
 from mmvllm.captioning.report import write_report
+from mmvllm.captioning.restoring import Restorer
 from mmvllm.captioning.settings_file import MAX_SETTINGS
 from mmvllm.captioning.tables import write_parquet
 from mmvllm.errors import ArgumentError
@@ -45,6 +47,48 @@ def test_a_long_path_takes_no_time(path, start, out, tmp_path):
     assert left(SETTINGS, "images", output=out) == []
     write_report(tmp_path / "report.html", [record], {})
     assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("values", [{"caption_files": "txt " + "a/" * 400_000}, {"caption_files": "txt a\0"}])
+@pytest.mark.parametrize("place", ["settings", "folders"])
+def test_a_path_of_the_settings_that_no_system_has_is_refused_at_once(values, place, out):
+    path = out.with_name(f"{out.name}.settings")
+    content = json.loads(path.read_text())
+    (name,) = content["settings"]
+    if place == "folders":
+        content["folders"] = [values["caption_files"]]
+    else:
+        content["settings"][name] |= values
+    path.write_text(json.dumps(content))
+    begin = time.process_time()
+    with pytest.raises(ArgumentError, match=r"out\.jsonl\.settings is damaged .* is no path"):
+        Journal(out, SETTINGS)
+    assert time.process_time() - begin < 2
+
+
+def test_nan_is_read_as_null(out):
+    add(out, seconds=float("nan"), object={"a": [float("inf")]})
+    journal = Journal(out, SETTINGS)
+    journal.begin()
+    (_, record) = journal.records()
+    journal.close()
+    assert record["seconds"] is None and record["object"] == {"a": [None]}
+
+
+def test_a_caption_file_in_thousands_of_folders_is_not_restored(out, tmp_path, caplog):
+    settings = CaptionSettings(caption_files=f"txt {tmp_path}/files")
+    record_all(settings, "images", output=tmp_path / "deep.jsonl")
+    path = tmp_path / "deep.jsonl"
+    record = json.loads(path.read_text()) | {"file": f"{tmp_path}/files/" + "a/" * 1500 + "a.txt"}
+    path.write_text(json.dumps(record) + "\n")
+    files = CaptionFiles("txt", tmp_path / "files", overwrite=False, skip_existing=False)
+    journal = Journal(path, settings)
+    journal.begin()
+    restorer = Restorer(files, journal)
+    restorer.begin()
+    restorer.finish()
+    journal.close()
+    assert "its image was not found by this run" in caplog.text
 
 
 @pytest.mark.parametrize("values", [{"time": 2**62}, {"start": 2**53 + 1}, {"seconds": -(2**60)}])

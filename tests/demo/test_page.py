@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -187,6 +188,35 @@ def test_results_that_nobody_reads_take_little_memory(site, monkeypatch):
     assert event(site, "chat", "clear", [], "another")[0]["success"]
     for number in range(4):
         site.page.sessions.drop(f"large-{number}")
+
+
+def test_a_browser_that_reads_slowly_loses_its_session(site, monkeypatch):
+    monkeypatch.setattr(unread_module, "MAX_UNREAD_BYTES", 20_000_000)
+    turn = {"question": "😀" * 100_000, "answer": "😀" * 100_000, "note": "", "images": []}
+    index, slow = site.events["conversations", "restore"], []
+    for number in range(8):
+        body = {"data": [], "fn_index": index, "session_hash": f"slow-{number}"}
+        body["event_data"] = {"turns": [turn], "final": True}
+        assert post(f"{site.url}gradio_api/queue/join", json=body).is_success
+        connection = socket.create_connection(("127.0.0.1", urlsplit(site.url).port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(
+            f"GET /gradio_api/queue/data?session_hash=slow-{number} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+        )
+        slow.append(connection)
+    until(lambda: not site.page._queue.event_ids_to_events)
+    until(lambda: sum(site.page.has_results(f"slow-{number}") for number in range(8)) < 6)
+    assert event(site, "chat", "clear", [], "another")[0]["success"]
+    for number, connection in enumerate(slow):
+        connection.close()
+        site.page.sessions.drop(f"slow-{number}")
+
+
+def test_a_warning_is_short_whatever_it_is_about(site):
+    values = [*CONTROLS]
+    values[0] = ["'" * 100_000]
+    _, log = event(site, "chat", "example_select", [{"text": "", "files": []}, *values], "warned", {"index": 0})
+    assert len(log) == 1 and len(log[0]) < 2000
 
 
 def test_results_that_nobody_reads_are_few_and_go_with_their_session(site):

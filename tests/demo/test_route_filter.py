@@ -42,6 +42,7 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
         num_unread=lambda session: MAX_UNREAD - (session != "busy"),
         has_results=lambda session: session != "unknown",
         **dict.fromkeys(("forget_upload", "count_event_bytes"), lambda *_: 0),
+        being_sent=lambda *_: nullcontext(),
     )
     return DemoRouteFilter(app, sessions, events={5}, results=results)
 

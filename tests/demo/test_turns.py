@@ -26,7 +26,10 @@ async def app(scope, receive, send):
 @pytest.fixture
 def route_filter(tmp_path) -> DemoRouteFilter:
     results = SimpleNamespace(
-        num_unread=lambda session: 0, has_results=lambda session: session == "known", count_event_bytes=lambda: 0
+        num_unread=lambda session: 0,
+        has_results=lambda session: session == "known",
+        count_event_bytes=lambda: 0,
+        being_sent=lambda *_: nullcontext(),
     )
     return DemoRouteFilter(app, Sessions(None, Uploads(tmp_path), DemoSettings(MediaPolicy())), {5}, results)
 

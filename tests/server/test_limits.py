@@ -131,6 +131,23 @@ def test_a_long_response_is_sent_in_pieces(size, path):
     assert [one.get("more_body", False) for one in exchange.sent[1:]] == [True] * (len(exchange.sent) - 2) + [False]
 
 
+def test_large_requests_do_not_keep_small_ones_waiting(monkeypatch):
+    """A client that reads a response slowly keeps the bytes of its request."""
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    size = 4096 * 40
+    budget = ByteBudget(size)
+    others = [Exchange(b"a" * 41), Exchange(b"a" * 40), Exchange(b"a" * 20, b"a" * 21)]
+
+    async def app(scope, receive, send):
+        if others[0].sent == []:
+            for one in others:
+                await make_middleware(app, budget)(one.scope, one.receive, one.send)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    run(make_middleware(app, budget, max_bytes=size), Exchange(b"a" * size))
+    assert [one.status for one in others] == [429, 200, 429]
+
+
 def test_bytes_that_are_there_already_are_counted_beyond_the_limit():
     budget, first, second = ByteBudget(100), Exchange(b"a" * 40), Exchange(b"a" * 40)
 

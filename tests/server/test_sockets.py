@@ -297,6 +297,28 @@ def test_an_idle_stream_is_kept_alive_with_comments(monkeypatch):
     assert sent[0] is None and set(sent[1:-1]) == {b": ping\n\n"} and sent[-1] == b""
 
 
+def test_no_comment_is_within_an_event_that_is_read_slowly(monkeypatch):
+    from mmvllm.server import sse
+
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.01)
+    sent = []
+
+    async def send(message):
+        for at in range(0, len(message.get("body", b"")), 4):
+            await asyncio.sleep(0.02)
+            sent.append(message["body"][at : at + 4])
+
+    async def write() -> None:
+        async with sse.EventStream(send) as events:
+            for _ in range(3):
+                await events.data("a" * 20)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(write())
+    text = b"".join(sent).decode()
+    assert text.replace(": ping\n\n", "") == f"data: {'a' * 20}\n\n" * 3 and ": ping" in text
+
+
 @pytest.mark.parametrize(
     "requests",
     [
@@ -319,6 +341,30 @@ def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, 
     wait_for(lambda: is_idle(running.engine))
     connection.close()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/openapi.json"])
+def test_a_client_that_reads_too_slowly_is_disconnected(path, running, monkeypatch):
+    """It would keep the bytes of its request and of the response for as long as it likes."""
+    monkeypatch.setattr(protocol, "STALL_SECONDS", 1.0)
+    for name in ("MIN_BYTES_PER_SECOND", "MIN_COUNTED_BYTES_PER_SECOND"):
+        monkeypatch.setattr(protocol, name, 1e9)
+    connections = running.server.server_state.connections
+    wait_for(lambda: not connections)  # those of earlier tests
+    connection = running.connect()
+    wait_for(lambda: len(connections) == 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    body = BRIEF | {"max_tokens": 200, "n": 16, "logprobs": 20, "ignore_eos": True, "stop": ["never there"]}
+    connection.sendall(post(path, body) if path == COMPLETIONS else f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    begin = time.monotonic()
+    with contextlib.suppress(OSError):
+        while connections and time.monotonic() < begin + 60:
+            connection.recv(500)
+            time.sleep(0.1)
+    assert time.monotonic() < begin + 60
+    wait_for(lambda: is_idle(running.engine))
+    connection.close()
 
 
 def test_writes_to_a_client_that_hung_up_are_not_logged(caplog):
