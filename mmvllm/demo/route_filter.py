@@ -90,6 +90,32 @@ class Results(Protocol):
         """Forget the progress of an upload."""
 
 
+class _Reader:
+    """A browser that reads results, until its session is dropped: then gradio is told that it has disconnected."""
+
+    def __init__(self, receive: Receive, send: Send):
+        self._receive, self._send = receive, send
+        self._sending: asyncio.Timeout | None = None
+        self.is_gone = False
+
+    async def receive(self) -> Message:
+        return {"type": "http.disconnect"} if self.is_gone else await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """Send a message; one that is being sent when the browser leaves is cut off."""
+        if self.is_gone:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as self._sending:
+                await self._send(message)
+        self._sending = None
+
+    def leave(self) -> None:
+        self.is_gone = True
+        if self._sending is not None and not self._sending.expired():
+            self._sending.reschedule(0)
+
+
 class DemoRouteFilter:
     """Responds with an error instead of gradio where that is needed, and tells the sessions which tabs are open.
 
@@ -104,7 +130,7 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._pages, self._joins = Turns(), Turns()
-        self._streams: defaultdict[str, set[asyncio.Task]] = defaultdict(set)  # responses with results, by session
+        self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # of results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
         sessions.end_responses = self._end_responses
 
@@ -206,32 +232,29 @@ class DemoRouteFilter:
             nonlocal has_started
             has_started = True
             with self._results.being_sent(session, len(message.get("body", b""))):
-                await send(message)
+                await reader.send(message)
 
-        ended = asyncio.Event()
+        ended, reader = asyncio.Event(), _Reader(receive, send)
         token = RESPONSE_ENDED.set(ended)
-        responding = asyncio.create_task(self.app(scope, receive, send_and_note))
-        self._streams[session].add(responding)
+        self._streams[session].add(reader)
         try:
-            await asyncio.wait((responding,))
-            if not responding.cancelled():  # else of a session that takes too much; uvicorn closes the connection
-                await responding
+            await self.app(scope, reader.receive, send_and_note)
+            if reader.is_gone:
+                await send({"type": "http.response.body", "body": b""})
         except Exception:  # of a session that was forgotten meanwhile; the browser has been told
             if not has_started:
                 raise
             await send({"type": "http.response.body", "body": b""})
         finally:
-            responding.cancel()
-            await asyncio.gather(responding, return_exceptions=True)
-            self._streams[session].discard(responding)
+            self._streams[session].discard(reader)
             if not self._streams[session]:
                 del self._streams[session]
             ended.set()
             RESPONSE_ENDED.reset(token)
 
     def _end_responses(self, session: str) -> None:
-        for responding in self._streams.get(session, ()):
-            responding.cancel()
+        for reader in self._streams.get(session, ()):
+            reader.leave()
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
