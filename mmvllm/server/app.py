@@ -176,8 +176,12 @@ def _stored_responses(stored: ResponseStore) -> APIRouter:
         return ApiError(404, not_stored("response", response_id), param="response_id")
 
     @router.get("/{response_id}", response_model=ResponseObject)
-    async def response(response_id: str, request: Request) -> Response:
+    async def response(response_id: str, request: Request, stream: bool = False) -> Response:
         """A response that is stored."""
+        if stream:  # which clients would read without a word as an empty stream
+            raise ApiError(
+                400, "stream is not supported here, a stored response is complete; leave it out", param="stream"
+            )
         if (found := stored.get(response_id)) is None:
             raise missing(response_id)
         request.state.reservation.take(len(found.response))  # until the client has read it

@@ -107,6 +107,8 @@ def test_the_bytes_of_an_input_that_is_read_count_with_those_of_requests(engine)
 def test_a_response_can_be_read_and_deleted(client):
     made = create(client, metadata={"a": "b"})
     assert client.responses.retrieve(made.id) == made
+    with pytest.raises(openai.BadRequestError, match="stream is not supported here"):
+        client.responses.retrieve(made.id, stream=True)
     with pytest.raises(openai.BadRequestError, match="is complete and cannot be cancelled; DELETE removes it"):
         client.responses.cancel(made.id)
     client.responses.delete(made.id)
