@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmvllm.asgi import in_pieces
 from mmvllm.demo.checks import (
     clean_headers,
     content_length,
@@ -137,6 +138,7 @@ class DemoRouteFilter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        send = in_pieces(send)  # of which a browser that reads slowly has one at a time
         self._sessions.sweep_regularly()
         clean_headers(scope)
         route = scope["path"].partition(API)[2]

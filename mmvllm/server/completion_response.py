@@ -121,8 +121,8 @@ class CompletionResponse(Response):
                 has_started = True
                 if job.repeats_usage:
                     usage = {"usage": running.count_prompt(index, delta)}
-                for chunk in job.builder.first_chunks(job.num_choices, delta):
-                    await events.data(chunk | usage)
+                first = job.builder.first_chunks(job.num_choices, delta)
+                await self._write(events, [event_text(chunk | usage) for chunk in first])
             if job.repeats_usage:
                 usage = {"usage": running.add(index, delta)}
             make = partial(_texts, job.builder.chunks, index, delta, usage=usage)

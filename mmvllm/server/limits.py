@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mmvllm.asgi import in_pieces
 from mmvllm.server.disconnects import ClientDisconnected
 from mmvllm.server.errors import ApiError, out_of_memory
 
@@ -21,8 +22,7 @@ PATHS_WITHOUT_KEY = frozenset(
         *("/", "/favicon.ico", "/demo"),  # which are redirected to the demo page
     )
 )
-SMALL_SHARE, RESERVE_FACTOR = 4096, 1.25
-PIECE_BYTES = 64 * 1024
+SMALL_SHARE, RESERVE_SHARE = 4096, 4  # of a budget: what a small request has at most, and all beyond it have
 MAX_IGNORED_BYTES = 64 * 1024  # of a body that is sent to one of these, whose routes use none
 
 
@@ -34,7 +34,7 @@ class ByteBudget:
 
     def __init__(self, capacity: int):
         self._capacity, self._num_reserved = capacity, 0
-        self._small = capacity // SMALL_SHARE
+        self._num_small = 0  # further bytes
 
     @contextmanager
     def reservation(self) -> "Iterator[ByteReservation]":
@@ -44,15 +44,23 @@ class ByteBudget:
             yield reservation
         finally:
             self._num_reserved -= reservation.num_bytes
+            self._num_small -= reservation.num_small
 
-    def take(self, num_bytes: int, num_taken: int = 0) -> None:
-        is_small = num_taken + num_bytes <= self._small
-        if self._num_reserved + num_bytes > self._capacity * (RESERVE_FACTOR if is_small else 1):
+    def take(self, reservation: "ByteReservation", num_bytes: int) -> None:
+        """Reserve bytes for a request; raises ApiError if there are not as many left."""
+        is_small = reservation.num_bytes + reservation.num_small + num_bytes <= self._capacity // SMALL_SHARE
+        if self._num_reserved + num_bytes <= self._capacity:
+            self.hold(reservation, num_bytes)
+        elif is_small and self._num_small + num_bytes <= self._capacity // RESERVE_SHARE:
+            reservation.num_small += num_bytes
+            self._num_small += num_bytes
+        elif num_bytes:
             message = "the server holds as many bytes of requests as are allowed; try again later"
             raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
-        self.hold(num_bytes)
 
-    def hold(self, num_bytes: int) -> None:
+    def hold(self, reservation: "ByteReservation", num_bytes: int) -> None:
+        """Count bytes of a request, however many there are."""
+        reservation.num_bytes += num_bytes
         self._num_reserved += num_bytes
 
 
@@ -60,18 +68,16 @@ class ByteReservation:
     """The share of one request in a budget; `client` is the index of its API key, or None where none is needed."""
 
     def __init__(self, budget: ByteBudget):
-        self._budget, self.num_bytes = budget, 0
+        self._budget, self.num_bytes, self.num_small = budget, 0, 0
         self.client: int | None = None
 
     def take(self, num_bytes: int) -> None:
         """Reserve more bytes; raises ApiError if the budget does not have as many left."""
-        self._budget.take(num_bytes, self.num_bytes)
-        self.num_bytes += num_bytes
+        self._budget.take(self, num_bytes)
 
     def hold(self, num_bytes: int) -> None:
         """Count more bytes, of what is there already: if they are too many, later requests are refused."""
-        self._budget.hold(num_bytes)
-        self.num_bytes += num_bytes
+        self._budget.hold(self, num_bytes)
 
 
 class AuthAndSizeLimitMiddleware:
@@ -100,7 +106,7 @@ class AuthAndSizeLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        send = _in_pieces(send)
+        send = in_pieces(send)
         try:
             _check_codings(scope)
         except ApiError as error:
@@ -145,7 +151,10 @@ class AuthAndSizeLimitMiddleware:
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > most:
                         raise self._too_large(most)
-                    reservation.take(len(chunk))
+                    if (
+                        scope["path"] not in PATHS_WITHOUT_KEY
+                    ):  # whose bodies are small, and which say how the server is
+                        reservation.take(len(chunk))
                     body += chunk
                     if not message.get("more_body", False):
                         return bytes(body)
@@ -175,23 +184,6 @@ def _elements(scope: Scope, name: bytes) -> set[bytes]:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
-
-
-def _in_pieces(send: Send) -> Send:
-    """Sends long bodies piece by piece, each once the client has read enough of the one before.
-
-    uvicorn copies what a client has not read of a message, and the request, with what it reserves, would end before it
-    is read.
-    """
-
-    async def send_pieces(message: Message) -> None:
-        body, at = message.get("body", b""), 0
-        while len(body) - at > PIECE_BYTES:
-            await send({"type": message["type"], "body": body[at : at + PIECE_BYTES], "more_body": True})
-            at += PIECE_BYTES
-        await send(message | {"body": body[at:]} if at else message)
-
-    return send_pieces
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

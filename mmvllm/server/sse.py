@@ -45,17 +45,21 @@ class EventStream:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
-            if loop.time() >= self._last_sent + PING_SECONDS and not self._turn.locked():
-                await self.write(b": ping\n\n")
+            async with self._turn:  # an event may be sent slowly
+                if loop.time() >= self._last_sent + PING_SECONDS:
+                    await self._write(b": ping\n\n")
 
     async def write(self, event: bytes) -> None:
         """Send an event, encoded."""
         async with self._turn:
-            if not self.is_open:
-                self.is_open = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
-            self._last_sent = asyncio.get_running_loop().time()
+            await self._write(event)
+
+    async def _write(self, event: bytes) -> None:
+        if not self.is_open:
+            self.is_open = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        self._last_sent = asyncio.get_running_loop().time()
 
 
 def event_text(payload: dict | str) -> str:

@@ -13,6 +13,7 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Receive
 
+from mmvllm.asgi import PIECE_BYTES
 from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
@@ -66,6 +67,20 @@ def messages(route_filter: DemoRouteFilter, path: str, method="POST", receive=No
 def status(route_filter: DemoRouteFilter, path: str, method: str = "POST", **headers) -> int:
     """The status of the response; 200 is the response of the app behind the filter."""
     return messages(route_filter, path, method, **headers)[0]["status"]
+
+
+@pytest.mark.parametrize("path", ["/", "/gradio_api/queue/data"])
+def test_a_long_response_is_sent_in_pieces(path, route_filter):
+    """Uvicorn would copy all that a browser has not read, also of a session that is dropped."""
+    body = b"0123456789" * 50_000
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    route_filter.app = app
+    sent = messages(route_filter, path, "GET")[1:]
+    assert b"".join(one["body"] for one in sent) == body and max(len(one["body"]) for one in sent) <= PIECE_BYTES
 
 
 @pytest.mark.parametrize("prefix", ["", "/demo"])

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from mmvllm.server.limits import MAX_IGNORED_BYTES, PIECE_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
+from mmvllm.asgi import PIECE_BYTES
+from mmvllm.server.limits import MAX_IGNORED_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
 
 
 class Exchange:
@@ -137,15 +138,42 @@ def test_large_requests_do_not_keep_small_ones_waiting(monkeypatch):
     size = 4096 * 40
     budget = ByteBudget(size)
     others = [Exchange(b"a" * 41), Exchange(b"a" * 40), Exchange(b"a" * 20, b"a" * 21)]
+    others += [Exchange(b"a" * 50, path=path) for path in ("/health/live", "/metrics")] + [Exchange(b"")]
 
     async def app(scope, receive, send):
         if others[0].sent == []:
+            scope["state"]["reservation"].hold(10 * size)  # of its response
             for one in others:
                 await make_middleware(app, budget)(one.scope, one.receive, one.send)
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     run(make_middleware(app, budget, max_bytes=size), Exchange(b"a" * size))
-    assert [one.status for one in others] == [429, 200, 429]
+    assert [one.status for one in others] == [429, 200, 429, 200, 200, 200]
+    run(make_middleware(app, budget, max_bytes=size), again := Exchange(b"a" * size))
+    assert again.status == 200  # all was given back
+
+
+def test_small_requests_have_a_share_of_their_own_which_is_limited(monkeypatch):
+    monkeypatch.setattr("mmvllm.server.limits.LINGER_SECONDS", 0.01)
+    size = 4096 * 40
+    budget, may_end = ByteBudget(size), asyncio.Event()
+    small = [Exchange(b"a" * 40) for _ in range(1024 + 2)]
+
+    async def app(scope, receive, send):
+        await may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send_all() -> None:
+        middleware = make_middleware(app, budget, max_bytes=size)
+        tasks = [
+            asyncio.create_task(middleware(one.scope, one.receive, one.send)) for one in (Exchange(b"a" * size), *small)
+        ]
+        await asyncio.sleep(0.3)
+        may_end.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(send_all())
+    assert [one.status for one in small].count(429) == 2
 
 
 def test_bytes_that_are_there_already_are_counted_beyond_the_limit():

@@ -319,6 +319,25 @@ def test_no_comment_is_within_an_event_that_is_read_slowly(monkeypatch):
     assert text.replace(": ping\n\n", "") == f"data: {'a' * 20}\n\n" * 3 and ": ping" in text
 
 
+def test_a_stream_that_nobody_reads_takes_no_time(monkeypatch):
+    from mmvllm.server import sse
+
+    monkeypatch.setattr(sse, "PING_SECONDS", 0.01)
+    waits, sleep = [], asyncio.sleep
+
+    async def counted(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds)
+
+    async def write() -> None:
+        async with sse.EventStream(lambda _: sleep(0.3)) as events:
+            await events.data("a")
+
+    monkeypatch.setattr(sse.asyncio, "sleep", counted)
+    asyncio.run(write())
+    assert len(waits) < 20
+
+
 @pytest.mark.parametrize(
     "requests",
     [
