@@ -136,7 +136,7 @@ def test_dtype_is_the_given_one_or_that_of_the_checkpoint(given, checkpoint_dtyp
     assert EngineConfig(dtype=given).resolve_dtype(checkpoint_dtype, torch.device(device)) == want
 
 
-@pytest.mark.parametrize("dtype", ["half", "float64", "bf16", "", None, torch.float64, torch.int8, 16], ids=str)
+@pytest.mark.parametrize("dtype", ["double", "float64", "bf16", "", None, torch.float64, torch.int8, 16], ids=str)
 def test_an_unknown_dtype_is_refused(dtype):
     with pytest.raises(ValueError) as error:
         EngineConfig(dtype=dtype).resolve_dtype(torch.float32, torch.device("cpu"))
