@@ -106,12 +106,12 @@ class _Stream:
         return size
 
     def drop(self) -> None:
-        """Have an error put in place of the deltas that have not been taken."""
+        """Ignore all further deltas; the error that is put next replaces those that have not been taken."""
         self._is_dropped = True
 
     def put(self, item: Delta | EngineInput | Exception) -> None:
         if self._is_dropped:
-            if not isinstance(item, Exception):  # of earlier
+            if not isinstance(item, Exception):
                 return
             self._items.clear()
         self._items.append(item)
@@ -196,8 +196,8 @@ class AsyncLLM:
         self.num_refused = 0  # requests, with EngineBusy
         self._changed = threading.Condition()  # guards what follows
         self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
-        self._limited: weakref.WeakSet[_Stream] = weakref.WeakSet()  # those that limit what is unread, also ended ones
-        self._num_unread = 0  # bytes of all of these, or fewer: what is taken is counted when there may be too many
+        self._limited: weakref.WeakSet[_Stream] = weakref.WeakSet()  # with `limits_unread`, also after their end
+        self._num_unread = 0  # an upper bound of their unread bytes, which `_drop_unread` makes exact
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
         # Grammars that take longer have a thread apart, so that others do not wait for them.
         self._grammars, self._slow_grammars = (ThreadPoolExecutor(n, "mmvllm-grammar") for n in (2, 1))

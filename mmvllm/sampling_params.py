@@ -162,8 +162,8 @@ class SamplingParams:
         self._integer("no_repeat_ngram_size", "of at least 0", lambda v: v >= 0)
         self._tuple("logits_processors", "functions of token ids and logits", callable)
         self._integer("top_k", "of at least -1", lambda v: v >= -1)
-        self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         object.__setattr__(self, "top_k", max(0, self.top_k))
+        self._integer("prompt_logprobs", "in [0, 20] or None", lambda v: 0 <= v <= 20, optional=True)
         if self.max_tokens is None or (_is_integer(self.max_tokens) and self.max_tokens == -1):
             object.__setattr__(self, "max_tokens", UNLIMITED)
         least = 0 if self.prompt_logprobs is not None and self.beam_width is None else 1

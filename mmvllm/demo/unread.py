@@ -31,7 +31,7 @@ class UnreadResults:
         self._queues, self._drop = queues, drop
         self._waiting: dict[str, deque[tuple[float, int]]] = {}  # when each message of a session came, and its bytes
         self._sending: dict[object, tuple[str, float, int]] = {}  # the session of a message, its begin and bytes
-        self._num_bytes = 0  # of all at most: what was read is subtracted when there may be too many
+        self._num_bytes = 0  # an upper bound of all, which `_limit` makes exact
 
     def count(self, session_id: str, content: Any) -> None:
         """Count the content of a message that was put into the queue of a session."""

@@ -55,7 +55,7 @@ class CompletionResponse(Response):
         work = self._stream if self._job.streams else self._whole
         headers = trace_headers_of(Headers(scope=scope))
         self._record = RequestRecord(self._job, scope["state"]["request_id"], headers)
-        self._reservation, self._num_reserved = scope["state"]["reservation"], 0
+        self._reservation, self._num_held = scope["state"]["reservation"], 0
         try:
             await while_connected(receive, work(send))
         except ClientDisconnected:
@@ -87,10 +87,10 @@ class CompletionResponse(Response):
         return await _made(partial(self._content, choices), job.builder.num_values)
 
     def _hold(self, num_bytes: int) -> None:
-        """Count what waits to be sent as bytes of the request: a client that reads slowly keeps it there."""
-        if num_bytes > self._num_reserved:
-            self._reservation.hold(num_bytes - self._num_reserved)
-            self._num_reserved = num_bytes
+        """Count the most that waits to be sent at a time as bytes of the request: a slow client keeps it there."""
+        if num_bytes > self._num_held:
+            self._reservation.hold(num_bytes - self._num_held)
+            self._num_held = num_bytes
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
         return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()

@@ -37,9 +37,9 @@ class TimeLimitedProtocol(H11Protocol):
     """Closes connections whose client is too slow.
 
     A request's head must be complete `HEADER_SECONDS` after the connection was opened, or after the head's first byte.
-    What was sent must be read within `STALL_SECONDS`. The time in which something of a response waits to be read may
-    be this long, and a second more for as many bytes as a client must read in one; otherwise unread data and its
-    connection would be kept for hours.
+    What was sent must be read within `STALL_SECONDS`, and all pauses of a response together may last no longer than
+    that plus the time its bytes take at the minimum rate. Otherwise unread data and its connection would be kept for
+    hours.
     """
 
     _header_timer: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class TimeLimitedProtocol(H11Protocol):
         self._cancel_stall_timer()
 
     def on_response_complete(self) -> None:
-        """Begin to count anew, for the next response."""
+        """Reset the counts for the next response."""
         self._num_written_before, self._paused_seconds = self.transport.num_written, 0.0
         super().on_response_complete()
 

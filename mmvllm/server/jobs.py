@@ -190,7 +190,7 @@ class JobFactory:
             message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
             raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
         repeated = body.model_dump(include=REPEATED, by_alias=True)
-        reservation.take(memory_of(repeated) if body.tools or body.text else 0)  # which may be much of the body
+        reservation.take(memory_of(repeated))  # which may be most of the body
         is_stored = body.store is not False and self.responses.accepts(messages, repeated)
         store = partial(self.responses.add, messages=messages, given=messages_of(given)) if is_stored else None
         builder = ResponseObjectBuilder(model, self._engine.tokenizer, body, use.params, use, store)

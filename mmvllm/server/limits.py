@@ -106,13 +106,13 @@ class AuthAndSizeLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        send = in_pieces(send)
         try:
             _check_codings(scope)
         except ApiError as error:
             return await _refuse(error, scope, receive, send)
         if scope["path"].startswith(self._open_paths):
             return await self.app(scope, receive, send)
+        send = in_pieces(send)
         with self._budget.reservation() as reservation:
             try:
                 reservation.client = self._client(scope)
@@ -137,7 +137,8 @@ class AuthAndSizeLimitMiddleware:
         return matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
-        most = min(self._max_bytes, MAX_IGNORED_BYTES) if scope["path"] in PATHS_WITHOUT_KEY else self._max_bytes
+        is_ignored = scope["path"] in PATHS_WITHOUT_KEY  # such paths answer however many bytes are held
+        most = min(self._max_bytes, MAX_IGNORED_BYTES) if is_ignored else self._max_bytes
         content_length = _header(scope, b"content-length")
         if content_length and int(content_length) > most:
             raise self._too_large(most)
@@ -151,9 +152,7 @@ class AuthAndSizeLimitMiddleware:
                     chunk = message.get("body", b"")
                     if len(body) + len(chunk) > most:
                         raise self._too_large(most)
-                    if (
-                        scope["path"] not in PATHS_WITHOUT_KEY
-                    ):  # whose bodies are small, and which say how the server is
+                    if not is_ignored:
                         reservation.take(len(chunk))
                     body += chunk
                     if not message.get("more_body", False):

@@ -117,8 +117,7 @@ def test_the_total_size_of_bodies_is_limited(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
-@pytest.mark.parametrize("path", ["/v1/x", "/demo/x"])
-def test_a_long_response_is_sent_in_pieces(size, path):
+def test_a_long_response_is_sent_in_pieces(size):
     body = bytes(range(256)) * (size // 256) + b"a" * (size % 256)
 
     async def app(scope, receive, send):
@@ -126,7 +125,7 @@ def test_a_long_response_is_sent_in_pieces(size, path):
         await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": body})
 
-    exchange = Exchange(b"", path=path)
+    exchange = Exchange(b"")
     run(make_middleware(app), exchange)
     assert exchange.body == body * 2 and max(len(one["body"]) for one in exchange.sent[1:]) <= PIECE_BYTES
     assert [one.get("more_body", False) for one in exchange.sent[1:]] == [True] * (len(exchange.sent) - 2) + [False]

@@ -338,6 +338,17 @@ def test_a_stream_that_nobody_reads_takes_no_time(monkeypatch):
     assert len(waits) < 20
 
 
+def with_small_buffers(running) -> socket.socket:
+    """The only connection to a server, whose client and server wait for each other after a few kilobytes."""
+    connections = running.server.server_state.connections
+    wait_for(lambda: not connections)  # earlier tests may have left some
+    connection = running.connect()
+    wait_for(lambda: len(connections) == 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    return connection
+
+
 @pytest.mark.parametrize(
     "requests",
     [
@@ -350,11 +361,7 @@ def test_a_stream_that_nobody_reads_takes_no_time(monkeypatch):
 def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, monkeypatch):
     monkeypatch.setattr(protocol, "STALL_SECONDS", 0.5)
     connections = running.server.server_state.connections
-    wait_for(lambda: not connections)  # those of earlier tests
-    connection = running.connect()
-    wait_for(lambda: len(connections) == 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection = with_small_buffers(running)
     connection.sendall(requests)
     wait_for(lambda: not connections)
     wait_for(lambda: is_idle(running.engine))
@@ -369,11 +376,7 @@ def test_a_client_that_reads_too_slowly_is_disconnected(path, running, monkeypat
     for name in ("MIN_BYTES_PER_SECOND", "MIN_COUNTED_BYTES_PER_SECOND"):
         monkeypatch.setattr(protocol, name, 1e9)
     connections = running.server.server_state.connections
-    wait_for(lambda: not connections)  # those of earlier tests
-    connection = running.connect()
-    wait_for(lambda: len(connections) == 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    next(iter(connections)).transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    connection = with_small_buffers(running)
     body = BRIEF | {"max_tokens": 200, "n": 16, "logprobs": 20, "ignore_eos": True, "stop": ["never there"]}
     connection.sendall(post(path, body) if path == COMPLETIONS else f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     begin = time.monotonic()
