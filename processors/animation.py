@@ -16,7 +16,7 @@ from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo, is_later_shown
 from mmvllm.processors.decode import Reserve, readable_formats
 from mmvllm.processors.decode_video import BYTES_PER_PIXEL, guarded, sampled
 from mmvllm.processors.pixels import upright_rgb
-from mmvllm.processors.scan import TIFF_MAGIC, check_opened, scan
+from mmvllm.processors.scan import TIFF_MAGIC, check_opened, read_in_few_pieces, scan
 from mmvllm.processors.video import ClipPlan
 from mmvllm.processors.video_limits import VideoLimits
 
@@ -106,6 +106,7 @@ def _read(data: bytes, name: str, limits: VideoLimits, reserve: Reserve, use: Ca
         with closing(image):
             limits.check_size(name, image.height, image.width)
             check_opened(image)
+            read_in_few_pieces(image, len(data))
             with reserve(image.height * image.width * BYTES_PER_PIXEL):
                 animation = _Animation(image, name, limits)
             return use(animation)

@@ -11,7 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from mmvllm.errors import ImageError
 from mmvllm.processors.draft import Draft, with_source_size
 from mmvllm.processors.pixels import orientation_of, upright_rgb
-from mmvllm.processors.scan import RefusedImage, check_opened, embedded_size, scan
+from mmvllm.processors.scan import RefusedImage, check_opened, embedded_size, read_in_few_pieces, scan
 
 Reserve = Callable[[int], AbstractContextManager]
 
@@ -77,6 +77,7 @@ def _decode_bytes(
     with closing(Image.open(io.BytesIO(data), formats=formats)) as image:
         _check_size(image.size, max_pixels)
         check_opened(image)
+        read_in_few_pieces(image, len(data))
         size, num_encoded_pixels = image.size, _area(image.size)
         if draft is not None:
             draft.apply(image)

@@ -12,17 +12,19 @@ from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image
+from PIL.ImageFile import ImageFile
 
 # A progressive JPEG is decoded once per scan, and a scan may have a few bytes. libjpeg's own script for colour has 10
 # scans, those of mozjpeg, jpegli and cameras fewer than 20; no encoder has a reason for more than about 60.
 MAX_JPEG_SCANS = 100
 MAX_JPEG_SEGMENTS = 1024  # before the first scan; a profile takes up to 255, XMP with a depth map about 200
-MAX_JPEG_FILL_BYTES = 64 * 1024  # between those segments
+MAX_FILL_BYTES = 64 * 1024  # between those segments, and between the blocks of a GIF: Pillow reads them one by one
 MAX_GIF_BLOCKS = 100_000  # before the first frame; XMP of 1 MB takes about 12,000
 MAX_GIF_COMMENT_BYTES = 1024 * 1024
 MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
 MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
+MAX_PIECES = 16  # in which a file is read while it is decoded, unless they would be very small
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
 MAX_TIFF_VALUES = 200_000  # in one entry that is no block of bytes: Pillow makes each a Python object
@@ -97,6 +99,14 @@ def check_opened(image: Image.Image) -> None:
         raise RefusedImage(f"is a TIFF of {rows}")
 
 
+def read_in_few_pieces(image: ImageFile, num_bytes: int) -> None:
+    """Have the decoder of an opened image get its bytes in large pieces.
+
+    Pillow copies what a decoder leaves of a piece and the next one together: small ones may take quadratic time.
+    """
+    image.decodermaxblock = max(image.decodermaxblock, num_bytes // MAX_PIECES)
+
+
 def scan_exif(block: bytes) -> None:
     """Raise RefusedImage for an EXIF block that takes far more memory than its size when it is read."""
     prefixes = _EXIF_PREFIXES.match(block).end()
@@ -141,15 +151,21 @@ def _is_exif(data: bytes, start: int) -> bool:
 
 def _jpeg_headers(data: bytes) -> Iterator[tuple[int, int, int]]:
     """The segments before the first scan; raises RefusedImage for too many of them, and for too much between them."""
-    before, num_fill = 2, 0
+    before, num_fill, count = 2, 0, 0
     for count, (marker, start, end) in enumerate(_jpeg_segments(data), 1):
         if marker == _START_OF_SCAN:
             return
         num_fill, before = num_fill + start - 4 - before, end
-        if count > MAX_JPEG_SEGMENTS or num_fill > MAX_JPEG_FILL_BYTES:
-            what = f"{MAX_JPEG_SEGMENTS:,} segments" if count > MAX_JPEG_SEGMENTS else f"{MAX_JPEG_FILL_BYTES:,} bytes"
-            raise RefusedImage(f"is a JPEG with more than {what} before or between its headers")
+        _check_jpeg_headers(count, num_fill)
         yield marker, start, end
+    # Pillow looks for a scan behind the marker of the end, too.
+    _check_jpeg_headers(count, num_fill + len(data) - before)
+
+
+def _check_jpeg_headers(count: int, num_fill: int) -> None:
+    if count > MAX_JPEG_SEGMENTS or num_fill > MAX_FILL_BYTES:
+        what = f"{MAX_JPEG_SEGMENTS:,} segments" if count > MAX_JPEG_SEGMENTS else f"{MAX_FILL_BYTES:,} bytes"
+        raise RefusedImage(f"is a JPEG with more than {what} before or between its headers")
 
 
 def _max_scans(data: bytes) -> int:
@@ -193,12 +209,19 @@ def _scan_gif(data: bytes) -> None:
 def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
     """(label, size) of the blocks before the first frame as Pillow reads them, also where it deviates from the format.
 
-    Each extension ends with a block of size 0.
+    Each extension ends with a block of size 0. Raises RefusedImage for too many bytes between the blocks.
     """
     if len(data) < 13:
         return
-    at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0)
-    while (found := _GIF_BLOCK.search(data, at)) and found[0] == b"!" and found.end() < len(data):
+    at, num_fill = 13 + (3 << (data[10] & 7) + 1 if data[10] & 128 else 0), 0
+    while True:
+        end = min(len(data), at + MAX_FILL_BYTES + 1)
+        found = _GIF_BLOCK.search(data, at, end)
+        num_fill += max(0, (found.start() if found else end) - at)
+        if num_fill > MAX_FILL_BYTES:
+            raise RefusedImage(f"is a GIF with more than {MAX_FILL_BYTES:,} bytes before or between its blocks")
+        if not found or found[0] != b"!" or found.end() == len(data):
+            return
         label, at = data[found.end()], found.end() + 1
         # Pillow reads on if the first block is empty, and if the block with the number of loops is.
         is_loop = label == _GIF_APPLICATION and data.startswith(b"NETSCAPE2.0", at + 1)

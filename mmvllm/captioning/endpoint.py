@@ -30,12 +30,15 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
-MAX_BYTES = 16 * 1024 * 1024  # of an answer, as of a record
-MAX_VALUES = 1_000_000  # of an answer, as `check_json_size` counts them, which take about 100 MB
+# Of an answer, for each completion that was asked for; parsed, each takes about ten times as much memory at most.
+MAX_BYTES = 1024 * 1024
+MAX_VALUES = 100_000  # as `check_json_size` counts them
+MAX_COMPLETIONS = 16  # that count: a record has 16 MiB at most; a list of models may be as long
 MAX_NAME = 512  # characters, of a model
 MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)  # of JSON
 _PROXY_LOGIN = re.compile(r"(?:[a-zA-Z0-9.+-]+:/+)?(.*)@")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
@@ -119,7 +122,7 @@ class Endpoint:
 
     def _chosen_model(self, model: str | None) -> str:
         try:
-            answer = self._answer("GET", "models", CONNECT_SECONDS)
+            answer = self._answer("GET", "models", CONNECT_SECONDS, MAX_COMPLETIONS)
         except _TryAgain as error:
             raise ArgumentError("{endpoint} cannot be reached: {reason}", reason=error) from None
         if answer.status_code in (401, 403):
@@ -161,6 +164,14 @@ class Endpoint:
             text = text.replace(secret, "***")
         return text
 
+    def _checked(self, text: str) -> str:
+        """A completion for records; raises RequestError if one that is parsed as JSON would have a secret in it."""
+        text = self._hidden(text)
+        read = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[2], text)
+        if self._hidden(read) != read:
+            raise RequestError("the endpoint's answer has the API key or the password in it")
+        return text
+
     def _with_retries(self, attempt: Callable[[], RequestOutput]) -> RequestOutput | None:
         for number in range(self._max_retries + 1):
             if self._is_stopped.is_set():
@@ -175,7 +186,7 @@ class Endpoint:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._answer("POST", "chat/completions", self._timeout, json=body)
+        answer = self._answer("POST", "chat/completions", self._timeout, body.get("n", 1), json=body)
         if answer.status_code in _AGAIN:
             raise _TryAgain(self._refusal(answer), _retry_after(answer))
         if answer.status_code != 200:
@@ -185,17 +196,17 @@ class Endpoint:
         except ValueError:
             raise _TryAgain("its answer is not JSON") from None
 
-    def _answer(self, method: str, path: str, seconds: float, **options: Any) -> "_Answer":
+    def _answer(self, method: str, path: str, seconds: float, num_completions: int, **options: Any) -> "_Answer":
         """The answer to a request; raises _TryAgain if there is none, or not all of it after some seconds."""
-        limit = TimeLimit(seconds)
+        limit, size = TimeLimit(seconds), min(num_completions, MAX_COMPLETIONS)
         try:
-            return limit.run(lambda: self._read(limit, method, path, options))
+            return limit.run(lambda: self._read(limit, method, path, size, options))
         except (TimeIsOver, httpx.TimeoutException):
             raise _TryAgain("it did not answer in time") from None
         except httpx.HTTPError as error:
             raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
 
-    def _read(self, limit: TimeLimit, method: str, path: str, options: dict[str, Any]) -> "_Answer":
+    def _read(self, limit: TimeLimit, method: str, path: str, size: int, options: dict[str, Any]) -> "_Answer":
         """Return the answer; the connection is closed when the limit is over, because a host may send it slowly."""
         sockets: list[socket.socket] = []
 
@@ -218,9 +229,9 @@ class Endpoint:
             for part in response.iter_raw():
                 limit.check()
                 content += part
-                if len(content) > MAX_BYTES:
-                    raise _TryAgain(f"its answer has more than {MAX_BYTES} bytes")
-            return _Answer(response.status_code, response.reason_phrase, response.headers, bytes(content))
+                if len(content) > size * MAX_BYTES:
+                    raise _TryAgain(f"its answer has more than {size * MAX_BYTES:,} bytes")
+            return _Answer(response.status_code, response.reason_phrase, response.headers, bytes(content), size)
 
     def _output(self, answer: Any, n: int) -> RequestOutput:
         try:
@@ -240,7 +251,7 @@ class Endpoint:
         # The server gives the number of tokens of all completions together; which ones they are is not known.
         completions = [
             CompletionOutput(
-                self._hidden(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason)
+                self._checked(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason)
             )
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
@@ -255,10 +266,11 @@ class _Answer:
     reason_phrase: str
     headers: httpx.Headers
     content: bytes
+    size: int  # in completions, as `MAX_COMPLETIONS`
 
     def json(self) -> Any:
         """Raises ValueError if it is not JSON, or has too many values."""
-        check_json_size(self.content, MAX_VALUES)
+        check_json_size(self.content, self.size * MAX_VALUES)
         return parse_json(self.content)
 
 

@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # Encoded images that are read at once, in threads: files may be as large as `processors.load.MAX_FILE_BYTES`.
 ENCODED = DecodeBudget(1024 * MiB)
+# Larger files are decoded in a process that can be killed: a thread that takes too long keeps what it has read.
+MAX_THREAD_BYTES = 64 * MiB
 
 
 class Loader(Protocol):
@@ -70,10 +72,11 @@ class ItemLoader:
             with outside(limit, ENCODED.reserve)(item.num_bytes):
                 return load_image(item.read(), draft, formats=FORMATS, reserve=reserve, check=_check_thread_may_decode)
 
-        try:
-            return self.timeouts.load(item, load)
-        except _NeedsLimits:
-            pass  # goes on below, where the encoded image that the error's frames hold is gone; a URL is fetched again
+        if item.num_bytes <= MAX_THREAD_BYTES:
+            try:
+                return self.timeouts.load(item, load)
+            except _NeedsLimits:
+                pass  # goes on below, where the encoded image that its frames hold is gone; a URL is fetched again
         return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
@@ -128,32 +131,37 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
 
 def load_limited_image(item: Item, draft: Draft | None) -> Image:
     """The image of an item, within the limit of memory; raises ValueError."""
-    with reserve_in_parent(item.num_bytes):
-        return _limited(lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item)
+    return _limited(
+        lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item, item.num_bytes
+    )
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:
     """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
-    return _limited(lambda source, reserve: load_video(source, plan, reserve=reserve), item)
+    return _limited(lambda source, reserve: load_video(source, plan, reserve=reserve), item, _num_bytes_held(item))
 
 
 def _load_info(item: Item) -> VideoInfo:
     # Clips are made of all of its time, so that two frames that are years apart would be millions.
-    return _limited(lambda source, reserve: load_video_info(source, reserve=reserve, counts=True), item)
+    return _limited(
+        lambda source, reserve: load_video_info(source, reserve=reserve, counts=True), item, _num_bytes_held(item)
+    )
 
 
-def _limited(load: Callable[[Any, Reserve], T], item: Item) -> T:
-    """Load the item's source. A tar's member is read whole, so that its bytes count in every reservation."""
-    num_bytes = item.num_bytes if isinstance(item.source, TarMember) else 0
+def _num_bytes_held(video: Item) -> int:
+    """A tar's member is read whole, a file piece by piece."""
+    return video.num_bytes if isinstance(video.source, TarMember) else 0
+
+
+def _limited(load: Callable[[Any, Reserve], T], item: Item, num_bytes: int) -> T:
+    """Load the item's source, of which `num_bytes` are in memory beside what each reservation is for."""
 
     def reserve(more: int) -> AbstractContextManager[None]:
         return reserve_in_parent(num_bytes + more)
 
-    with reserve(0) if num_bytes else nullcontext():
-        source = item.read()
     try:
-        with memory_of_video():
-            return load(source, reserve)
+        with memory_of_video(), reserve(0) if num_bytes else nullcontext():
+            return load(item.read(), reserve)
     except MemoryError:
         pass
     raise RequestError("takes too much memory to decode; shrink it")  # here, where the error above is gone

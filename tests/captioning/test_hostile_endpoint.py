@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from mmvllm.captioning import EndpointOptions, caption_images
+from mmvllm.captioning import endpoint as endpoint_module
 from mmvllm.captioning import record as record_module
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
@@ -45,6 +46,41 @@ def test_the_coding_of_an_answer_is_shown_without_the_key(folder, monkeypatch):
     with fake_endpoint(lambda body, _: answer) as fake:
         (record,) = caption_images(folder / "000.png", endpoint=EndpointOptions(fake.url, max_retries=0))
     assert "compressed (***)" in record["error"]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("written", [r"sk-very-\u0073ecret-key", r"sk-very\u002dsecret\u002Dkey"])
+def test_a_key_that_an_object_would_have_is_no_caption(folder, monkeypatch, written):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret-key")
+    schema = {"type": "object", "properties": {"tag": {"type": "string"}}}
+    with fake_endpoint(lambda body, _: said(f'{{"tag": "{written}"}}')) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url, schema=schema)
+    assert record["error"] == "the endpoint's answer has the API key or the password in it" and not record["object"]
+
+
+LARGE = {
+    "an emoji": lambda: "\U0001f600" + "a" * 1_000_000,
+    "lists": lambda: f"[{'[],' * 49_000}[]]",
+    "objects": lambda: "[" + '{"a": 0.5},' * 49_000 + "0]",
+    "keys": lambda: json.dumps({f"{i}": [] for i in range(49_000)}),
+    "as many bytes as are read": lambda: "a" * endpoint_module.MAX_BYTES,
+    "lists of as many bytes": lambda: f"[{'[],' * 349_000}[]]",
+}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("kind", LARGE)
+def test_an_answer_takes_a_few_megabytes(kind, folder):
+    """Several are in flight, and with `ordered` many more wait for an earlier one."""
+    answer, schema = said(LARGE[kind]()), {"type": ["object", "array"]}
+    with fake_endpoint(lambda body, _: answer) as fake:
+        options = EndpointOptions(fake.url, max_retries=0)
+        tracemalloc.start()
+        for _ in caption_images(folder / "000.png", endpoint=options, schema=schema, ordered=True):
+            pass
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 30_000_000
 
 
 @pytest.mark.network

@@ -120,6 +120,17 @@ def test_an_image_that_takes_too_long_leaves_no_thread_behind(tmp_path):
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "mmvllm-limited"]
 
 
+@pytest.mark.spawns
+def test_large_files_are_decoded_where_the_decoder_can_be_killed(tmp_path, monkeypatch):
+    path = tmp_path / "a.png"
+    Image.new("RGB", (30, 20)).save(path)
+    path.write_bytes(path.read_bytes() + bytes(1000))
+    monkeypatch.setattr(loading, "MAX_THREAD_BYTES", 1000)
+    monkeypatch.setattr(loading, "load_image", None)  # in threads; a process imports its own
+    with closing(job()) as loader:
+        assert loader.image(Item("a.png", "", str(path))).size == (30, 20)
+
+
 @pytest.mark.parametrize("file_format", ["ICNS", "ICO", "PCX", "SGI"])
 @pytest.mark.parametrize("loader", [job, LoaderInWorker])
 def test_threads_take_common_formats_only(file_format, loader, tmp_path):

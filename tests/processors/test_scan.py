@@ -46,6 +46,11 @@ HOSTILE = {
     "PNG of more than": lambda: SMALL_PNG + png_chunk(b"prIv", b"") * 500_000,
     "is a PNG with more than 16 colour profiles": lambda: png_with(png_chunk(b"iCCP", PROFILE) * 3000),
     "PNG with more than 16 colour profiles": lambda: SMALL_PNG[:-12] + png_chunk(b"iCCP", PROFILE) * 3000,
+    "JPEG with more than 65,536 bytes before or between": lambda: b"\xff\xd8\xff\xe0\0\x02" + bytes(20_000_000),
+    "JPEG with more than 65,536 bytes before or": lambda: b"\xff\xd8\xff\xd9" + b"\xff\xd9a" * 5_000_000,
+    "GIF with more than 65,536 bytes before or between": lambda: gif_with(bytes(20_000_000)),
+    "GIF with more than 65,536 bytes before or": lambda: gif_with(b"".join([b"\0" * 60_000 + b"!\xff\0"] * 200)),
+    "GIF with more than 65,536 bytes": lambda: SMALL_GIF[:13] + bytes(20_000_000),
     "is a GIF with more than 1,048,576 bytes of comments": lambda: gif_with(gif_comment(80_000, 255)),
     "is a GIF with more than 100,000 blocks": lambda: gif_with(gif_comment(4_000_000, 1)),
     "a GIF with more than 100,000 blocks": lambda: gif_with(gif_comment(1, 1) * 1_000_000),
@@ -104,6 +109,14 @@ def test_a_hostile_image_is_refused_at_once(message):
     with pytest.raises(ImageError, match=message):
         load_image(data)
     assert time.process_time() - start < 1.5  # undetected they take 4 to 3,600 s
+
+
+def test_bytes_that_a_decoder_leaves_take_linear_time():
+    data = jpeg_with_scans(1)[:-2] + b"\xff" * 40_000_000
+    start = time.process_time()
+    with pytest.raises(ImageError, match="damaged or truncated"):
+        load_image(data)
+    assert time.process_time() - start < 3  # copied for each 64 KiB they take 12 s
 
 
 def test_as_many_scans_as_are_accepted_are_decoded():
