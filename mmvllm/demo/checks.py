@@ -1,8 +1,8 @@
 """Checks of requests to the page: who sends them, and whether gradio can handle them."""
 
 import re
-from ipaddress import IPv6Address
 
+import httpx
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -14,12 +14,9 @@ MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # of JSON, outside strings; the page's largest events have half as many
 # To the end where a string is not closed, so that each is looked at once.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[([0-9A-Fa-f:.]+)\])(?::[0-9]{1,5})?(?: *,.*)?")
-# Values that gradio accepts; it responds to others, such as several ranges, with 500.
-_ACCEPTED = {
-    "range": re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}"),
-    "x-gradio-server": re.compile(r"https?://[0-9A-Za-z._-]+(:[0-9]{1,5})?/?"),
-}
+_HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio responds to others, such as several, with 500
+_SERVER = re.compile(r"https?://([^/]*)/?")
 
 
 def is_foreign(method: str, headers: Headers, is_page: bool = False) -> bool:
@@ -79,19 +76,23 @@ def clean_headers(scope: Scope) -> None:
     that Starlette responds.
     """
     headers = MutableHeaders(scope=scope)
-    for name, expression in _ACCEPTED.items():
-        if name in headers and not expression.fullmatch(headers[name]):
-            del headers[name]
-    if "range" in headers:
-        headers["range"] = headers["range"].replace("bytes", "Bytes")
-    if (host := headers.get("x-forwarded-host")) is not None and not _is_host(host):
+    if (given := headers.get("range")) is not None:
+        del headers["range"]
+        if _RANGE.fullmatch(given):
+            headers["range"] = given.replace("bytes", "Bytes")
+    if not is_host(headers.get("x-forwarded-host", "").partition(",")[0].rstrip()):
         del headers["x-forwarded-host"]
+    server = _SERVER.fullmatch(headers.get("x-gradio-server", ""))
+    if server is None or not is_host(server[1]):
+        del headers["x-gradio-server"]
 
 
-def _is_host(value: str) -> bool:
-    if (match := _HOST.fullmatch(value)) is None:
+def is_host(value: str) -> bool:
+    """Whether gradio can make a URL of a host, perhaps with a port."""
+    if not _HOST.fullmatch(value):
         return False
     try:
-        return match[1] is None or bool(IPv6Address(match[1]).compressed)
-    except ValueError:
+        httpx.URL(f"http://{value}")
+    except httpx.InvalidURL:
         return False
+    return True

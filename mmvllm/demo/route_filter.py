@@ -17,11 +17,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmvllm.asgi import in_pieces
+from mmvllm.demo.assets import CompressedFiles, is_file, uncompressed
 from mmvllm.demo.checks import (
     clean_headers,
     content_length,
     has_charset,
     is_foreign,
+    is_host,
     is_logged_in,
     is_simple,
     is_too_long,
@@ -130,7 +132,7 @@ class DemoRouteFilter:
         self._events, self._results = events, results
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
-        self._pages, self._joins = Turns(), Turns()
+        self._files, self._pages, self._joins = CompressedFiles(), Turns(), Turns()
         self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # of results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
         sessions.end_responses = self._end_responses
@@ -162,14 +164,18 @@ class DemoRouteFilter:
                 await self._unread(value, scope, receive, send)
             elif route == "upload_progress":
                 await self._progress(value, scope, receive, send)
+            elif not route and is_file(scope["path"]):
+                await self._files.respond(self.app, scope, receive, send)
             elif not route or route == "info":
-                await self._pages.respond(self.app, scope, receive, send)
+                await self._pages.respond(self.app, scope, receive, uncompressed(send))
             else:
-                await self.app(scope, receive, send)
+                await self.app(scope, receive, uncompressed(send))
 
     def _refusal(self, scope: Scope, route: str, num_bytes: int | None) -> PlainTextResponse | None:
-        path = scope["path"]
-        if is_foreign(scope["method"], Headers(scope=scope), is_page=not route):
+        path, headers = scope["path"], Headers(scope=scope)
+        if "host" in headers and not is_host(headers["host"]):
+            return PlainTextResponse("This is no name of a host", 400)
+        if is_foreign(scope["method"], headers, is_page=not route):
             return PlainTextResponse("Open the page itself", 403)
         if is_too_long(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)

@@ -76,9 +76,10 @@ def test_strings_that_do_not_end_are_looked_at_once(body):
 @pytest.mark.parametrize(
     ("host", "is_kept"),
     [("page.example", True), ("[::1]:80", True), ("a.b:1, c", True)]
-    + [(host, False) for host in ("[::::]", "[...]", "[::1", "a b", "[1:2]:5", "")],
+    + [(host, False) for host in ("[::::]", "[...]", "[::1", "a b", "[1:2]:5", "", "1.2.3.256", "999.999.999.999:80")],
 )
 def test_hosts_that_gradio_fails_with_are_ignored(host, is_kept):
-    scope = scope_of(x_forwarded_host=host)
+    scope = scope_of(x_forwarded_host=host, x_gradio_server=f"https://{host.partition(',')[0]}/")
     clean_headers(scope)
     assert ("x-forwarded-host" in Headers(scope=scope)) == is_kept
+    assert ("x-gradio-server" in Headers(scope=scope)) == is_kept

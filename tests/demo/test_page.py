@@ -147,6 +147,13 @@ def test_no_address_and_no_path_is_an_error_of_the_server(header, path, site, ca
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("host", ["999.999.999.999", "1.2.3.256", "[::1", "a:x", "xn--\x80", "a b"])
+def test_a_host_that_is_none_is_refused(host, site, capfd):
+    for path in ("", "config", "gradio_api/info"):
+        assert get(site.url + path, headers={"Host": host.encode("latin-1")}).status_code == 400
+    assert capfd.readouterr().err == ""
+
+
 def test_the_address_before_a_proxy_is_that_of_the_page(site):
     for given in ("chat.example.org", "chat.example.org:8443, 10.0.0.1", "[::1]:80"):
         root = get(f"{site.url}config", headers={"X-Forwarded-Host": given}).json()["root"]

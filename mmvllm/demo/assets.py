@@ -1,0 +1,73 @@
+"""The files of gradio's page, compressed once. Pure ASGI.
+
+Gradio's own middleware compresses each response anew, in the event loop: tens of milliseconds for each MB, and seconds
+for a text of random letters. It leaves alone what has an encoding.
+"""
+
+import asyncio
+import gzip
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# Of files that gradio comes with. No name has several paths here, so that each file is kept once.
+_FILES = re.compile(r".*/(?:assets|static)(?:/\w[\w.-]*)+\.(?:js|css|svg|json)", re.ASCII)
+MAX_BYTES = 64 * 1024 * 1024  # compressed, of all files; those of gradio 6 have 6 MB
+LEVEL = 6  # of gzip: 9 takes longer for a percent
+
+
+def is_file(path: str) -> bool:
+    """Whether this is the path of such a file."""
+    return _FILES.fullmatch(path) is not None
+
+
+def uncompressed(send: Send) -> Send:
+    """Send a response as it is, with the encoding that says so."""
+
+    async def send_marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(raw=message["headers"]).setdefault("content-encoding", "identity")
+        await send(message)
+
+    return send_marked
+
+
+class CompressedFiles:
+    """Has an application make each file once, and sends it compressed to clients that accept that."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, list[Message]] = {}
+        self._num_bytes = 0
+        self._lock = asyncio.Lock()
+
+    async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request for a file."""
+        headers = Headers(scope=scope)
+        if scope["method"] != "GET" or "range" in headers or "gzip" not in headers.get("accept-encoding", ""):
+            return await app(scope, receive, uncompressed(send))
+        if (made := self._made.get(scope["path"])) is None:
+            async with self._lock:  # others that want the same file find it then
+                made = self._made.get(scope["path"]) or await self._make(app, scope, receive)
+        for message in made:
+            await send(message)
+
+    async def _make(self, app: ASGIApp, scope: Scope, receive: Receive) -> list[Message]:
+        made: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            made.append(message)
+
+        await app(scope, receive, keep)
+        start = made[0]
+        if start["status"] != 200:
+            return made
+        whole = b"".join(message.get("body", b"") for message in made[1:])
+        body = await asyncio.to_thread(gzip.compress, whole, LEVEL)
+        headers = MutableHeaders(raw=start["headers"])
+        headers["content-encoding"], headers["content-length"] = "gzip", str(len(body))
+        headers.add_vary_header("accept-encoding")
+        made = [start, {"type": "http.response.body", "body": body}]
+        if self._num_bytes + len(body) <= MAX_BYTES:
+            self._made[scope["path"]], self._num_bytes = made, self._num_bytes + len(body)
+        return made

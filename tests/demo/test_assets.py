@@ -1,0 +1,132 @@
+"""The files of gradio's page and those of visitors: what is compressed, and who waits for it."""
+
+import asyncio
+import gzip
+import random
+import re
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse, Response
+
+from mmvllm.demo import assets
+from mmvllm.demo.assets import CompressedFiles, is_file, uncompressed
+from tests.helpers.pages import get
+
+TEXT = "".join(random.Random(0).choices("ab", k=400_000)).encode()
+
+
+def scope_of(path: str, method: str = "GET", **headers: str) -> dict:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b""}
+
+
+def answered(files: CompressedFiles, app, scope: dict) -> httpx.Response:
+    """The response as a client reads it."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request"}
+
+    asyncio.run(files.respond(app, scope, receive, send))
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return httpx.Response(sent[0]["status"], headers=sent[0]["headers"], content=body)
+
+
+class Files:
+    """An application with a file of each path that does not begin with /no; counts how often it is asked."""
+
+    def __init__(self):
+        self.num_made = 0
+
+    async def __call__(self, scope, receive, send):
+        self.num_made += 1
+        response = Response(TEXT, media_type="text/javascript", headers={"ETag": "a"})
+        if scope["path"].startswith("/no"):
+            response = PlainTextResponse("There is nothing here", 404)
+        await response(scope, receive, send)
+
+
+def test_a_file_is_made_and_compressed_once():
+    files, app = CompressedFiles(), Files()
+    for _ in range(3):
+        response = answered(files, app, scope_of("/assets/a.js", accept_encoding="gzip, br"))
+        assert response.content == TEXT and response.headers["content-encoding"] == "gzip"
+        assert response.headers["etag"] == "a" and "accept-encoding" in response.headers["vary"].lower()
+        assert int(response.headers["content-length"]) < len(TEXT) / 4
+    assert app.num_made == 1
+    assert answered(files, app, scope_of("/assets/b.js", accept_encoding="gzip")).content == TEXT and app.num_made == 2
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        scope_of("/assets/a.js"),
+        scope_of("/assets/a.js", accept_encoding="br"),
+        scope_of("/assets/a.js", accept_encoding="gzip", range="bytes=0-9"),
+        scope_of("/assets/a.js", method="HEAD", accept_encoding="gzip"),
+    ],
+)
+def test_what_is_not_sent_whole_and_compressed_says_that_it_has_no_encoding(scope):
+    response = answered(CompressedFiles(), Files(), scope)
+    assert response.headers["content-encoding"] == "identity" and response.content == TEXT
+
+
+def test_only_files_are_kept_and_only_so_many_bytes(monkeypatch):
+    files, app = CompressedFiles(), Files()
+    for _ in range(2):
+        response = answered(files, app, scope_of("/no/assets/a.js", accept_encoding="gzip"))
+        assert (response.status_code, response.text) == (404, "There is nothing here")
+    assert app.num_made == 2
+    monkeypatch.setattr(assets, "MAX_BYTES", 1000)
+    for _ in range(2):
+        assert answered(files, app, scope_of("/assets/a.js", accept_encoding="gzip")).content == TEXT
+    assert app.num_made == 4
+
+
+@pytest.mark.parametrize("path", ["/assets/a-B_1.js", "/demo/static/css/a.min.css", "/static/img/x.svg"])
+def test_a_file_has_one_path(path):
+    assert is_file(path)
+    folder, _, name = path.rpartition("/")
+    assert not any(map(is_file, (f"{folder}//{name}", f"{folder}/../a/{name}", f"{folder}/./{name}", f"{path}/", name)))
+
+
+def test_an_encoding_that_a_response_has_is_kept():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    response = Response(gzip.compress(TEXT), headers={"Content-Encoding": "gzip"})
+    asyncio.run(response(scope_of("/"), None, uncompressed(send)))
+    assert [value for name, value in sent[0]["headers"] if name == b"content-encoding"] == [b"gzip"]
+
+
+def of_visitor(site, name: str, data: bytes) -> str:
+    (path,) = httpx.post(f"{site.url}gradio_api/upload", files={"files": (name, data)}).json()
+    return f"{site.url}gradio_api/file={path}"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.js", "a.json", "a.html", "a.csv", "a.svg"])
+def test_no_file_of_a_visitor_is_compressed(name, site):
+    url = of_visitor(site, name, TEXT)
+    for coding in ("gzip", "br", "br, gzip"):
+        response = get(url, headers={"Accept-Encoding": coding})
+        assert response.headers["content-encoding"] == "identity" and response.content == TEXT
+
+
+def assets_of(site) -> list[str]:
+    """The URLs of the page's script and style."""
+    return [site.url + path for path in re.findall(r"assets/[\w.-]+\.(?:js|css)", get(site.url).text)]
+
+
+def test_the_files_of_the_page_are_compressed(site):
+    urls = assets_of(site)
+    assert urls
+    for url in [*urls, f"{site.url}theme.css", f"{site.url}robots.txt"]:
+        response = get(url, headers={"Accept-Encoding": "br, gzip"})
+        assert response.headers["content-encoding"] == ("gzip" if url in urls else "identity")
+        assert response.content == get(url, headers={"Accept-Encoding": "identity"}).content
