@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _DIRECTIONS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_PAIR, _HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]"), re.compile("[\ud800-\udfff]+")  # of surrogates
 MAX_JSON_BYTES = 64 << 20  # of a file; indexes of the largest checkpoints have a few MiB
 
 
@@ -92,14 +93,17 @@ def with_whole_characters(value: Any) -> Any:
     a conversation.
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return value
+        if value.isascii() or not _HALVES.search(value):
+            return value
+        # Millions of them take a second in one call to a codec, in which no other thread would run.
+        return _HALVES.sub(lambda found: "\ufffd" * len(found[0]), _PAIR.sub(_whole, value))
     if isinstance(value, dict):
         return {with_whole_characters(key): with_whole_characters(item) for key, item in value.items()}
     return [with_whole_characters(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _whole(pair: re.Match) -> str:
+    return pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le")
 
 
 def check_json_size(data: bytes, most: int) -> None:

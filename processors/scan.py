@@ -42,7 +42,6 @@ _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a 
 _TIFF_RATIONALS = (5, 10)
 _TIFF_BLOCKS = (1, 2, 6, 7)  # of bytes
 _TIFF_OFFSETS = (273, 324)  # tags: of strips and of tiles, of any type
-_TILE_WIDTH = 322  # a tag
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
@@ -71,17 +70,13 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
 
-    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image, HEIF and AVIF whose frames are
-    larger than declared or whose metadata is copied when it is opened, bitmaps with jumps in their run lengths, and
-    what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
+    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image or whose strips share their
+    bytes, each decoded anew, HEIF and AVIF whose frames are larger than declared or whose metadata is copied when it is
+    opened, bitmaps with jumps in their run lengths, and what Pillow decodes in Python: QOI, and PNM of text or of
+    unusual levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
-    is_large = data.startswith(_JPEG_2000) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
-    return is_slow or is_large or _is_tiled_tiff(data)
-
-
-def _is_tiled_tiff(data: bytes) -> bool:
-    return data.startswith(TIFF_MAGIC) and any(tag == _TILE_WIDTH for tag, *_ in _directory(data))
+    return is_slow or data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
 
 
 def _is_run_length_bitmap(data: bytes) -> bool:

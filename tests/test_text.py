@@ -1,6 +1,7 @@
-"""Files of JSON that others have written are read up to a limit."""
+"""Texts and files of JSON that others have written: what they may have, and what is made of it."""
 
 import shutil
+import time
 
 import pytest
 
@@ -9,7 +10,7 @@ from mmvllm.config import EngineConfig
 from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.lora import read_adapter
-from mmvllm.text import load_json
+from mmvllm.text import load_json, with_whole_characters
 
 
 @pytest.fixture
@@ -39,3 +40,15 @@ def test_the_config_of_an_adapter_has_a_largest_size(mebibyte, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}" + mebibyte)
     with pytest.raises(ValueError, match=r"adapter_config.json cannot be read: it has more than 1 MiB"):
         read_adapter(tmp_path)
+
+
+def test_halves_of_surrogate_pairs_are_replaced_and_pairs_become_characters():
+    given = {"a\ud800": ["\udc00\ud83d\ude00\ud83d", 1, None, ("é", "x\ud83d\ud83d\ude00y")]}
+    assert with_whole_characters(given) == {"a\ufffd": ["\ufffd😀\ufffd", 1, None, ["é", "x\ufffd😀y"]]}
+
+
+@pytest.mark.parametrize("value", ["\ud800" * 4_000_000, ["\ud800"] * 500_000], ids=["one text", "many texts"])
+def test_millions_of_halves_take_no_seconds(value):
+    begin = time.thread_time()
+    with_whole_characters(value)
+    assert time.thread_time() - begin < 1.0  # 1.4 and 3 s by a codec, which no other thread can interrupt

@@ -4,21 +4,21 @@ Only `adapter_config.json` and `adapter_model.safetensors` are read, so nothing 
 change a model in a way that is not computed here is refused by its name.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mmvllm.layers.linear import Linear
 from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
-from mmvllm.models.coded_layouts import FLOATS
 from mmvllm.models.interface import Model
 from mmvllm.patterns import Matching, PatternError
 from mmvllm.text import load_json, shown, some_of
@@ -26,6 +26,8 @@ from mmvllm.text import load_json, shown, some_of
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_NAME = 500  # characters of a tensor's name; its parts are compared in the square of their number
 MAX_DIMENSIONS = 5  # of the kernel of a convolution in space and time
+MAX_TENSORS = 20_000  # which take seconds to match; adapters of the largest models have a few thousand
+MAX_RANK = 4096
 LARGEST = torch.finfo(torch.float32).max
 MATCHING_SECONDS = 5.0  # of all expressions of an adapter
 # Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
@@ -36,6 +38,7 @@ _UNSUPPORTED = (
 )
 _INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base model's weights
 _TYPES = {"target_modules": str | list | None, "rank_pattern": dict | None, "alpha_pattern": dict | None}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -58,11 +61,12 @@ Target = tuple[str, int | None]  # a parameter, and the part of it, as in `Model
 def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
     """The matrices of an adapter by the names of the modules that PEFT adapted; raises ValueError for others' formats.
 
-    Reads the files as https://huggingface.co/docs/peft/developer_guides/checkpoint describes them.
+    They have no values (device "meta"), which `place_adapter` reads once it is known that they are for the model. The
+    files are those of https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
     folder = Path(folder)
     config = _read_config(folder)
-    tensors = _read_tensors(folder)
+    tensors = _read_shapes(folder / WEIGHTS)
     names = sorted({name for name, _ in tensors})
     try:
         return _pairs(folder, config, names, tensors)
@@ -115,35 +119,46 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
-    """By module and "A" or "B"."""
-    path = folder / WEIGHTS
+def _read_shapes(path: Path) -> dict[tuple[str, str], Tensor]:
+    """By module and "A" or "B"; on the device "meta"."""
     if not path.is_file():
-        is_pickled = (folder / "adapter_model.bin").exists()
+        is_pickled = (path.parent / "adapter_model.bin").exists()
         found = "adapter_model.bin is not read, because it is a pickle; save it as safetensors" if is_pickled else ""
-        raise ValueError(f"{folder} has no {WEIGHTS}{found and f'; {found}'}")
+        raise ValueError(f"{path.parent} has no {path.name}{found and f'; {found}'}")
+    with _opened(path) as file:
+        names = list(file.keys())
+        if len(names) > MAX_TENSORS:
+            raise ValueError(f"{path} has {len(names):,} tensors; at most {MAX_TENSORS:,} are read")
+        parts = {name: file.get_slice(name) for name in names}
+        shapes = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    if (longest := max(map(len, shapes), default=0)) > MAX_NAME:
+        raise ValueError(f"{path}: names of tensors must have at most {MAX_NAME} characters, got {longest}")
+    if many := [name for name, (_, shape) in shapes.items() if len(shape) > MAX_DIMENSIONS]:
+        raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {some_of(many)}")
+    matches = {name: _TENSOR.fullmatch(name) for name in shapes}
+    if unknown := [name for name, match in matches.items() if match is None or shapes[name][0] not in _DTYPES]:
+        raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {some_of(unknown)}")
+    if not shapes:
+        raise ValueError(f"{path} has no tensors")
+    if flat := [name for name, (_, shape) in shapes.items() if len(shape) < 2]:
+        raise ValueError(f"{path} has tensors of fewer than two dimensions: {some_of(flat)}")
+    if empty := [name for name, (_, shape) in shapes.items() if not math.prod(shape)]:
+        raise ValueError(f"{path} has tensors without values: {some_of(empty)}")
+    return {
+        # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
+        match.groups(): torch.empty(shape, dtype=_DTYPES[dtype], device="meta").flatten(1)
+        for match, (dtype, shape) in zip(matches.values(), shapes.values(), strict=True)
+    }
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The tensors of a file; raises ValueError for one that is damaged."""
     try:
-        # Shapes first: torch fails with many dimensions, after a long time.
         with safe_open(path, framework="pt") as file:
-            ranks = {name: len(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
-        loaded = {} if any(rank > MAX_DIMENSIONS for rank in ranks.values()) else load_file(path)
+            yield file
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if (longest := max(map(len, ranks), default=0)) > MAX_NAME:
-        raise ValueError(f"{path}: names of tensors must have at most {MAX_NAME} characters, got {longest}")
-    if many := [name for name, rank in ranks.items() if rank > MAX_DIMENSIONS]:
-        raise ValueError(f"{path} has tensors of more than {MAX_DIMENSIONS} dimensions: {some_of(many)}")
-    matches = {name: _TENSOR.fullmatch(name) for name in loaded}
-    if unknown := [name for name, match in matches.items() if match is None or loaded[name].dtype not in FLOATS]:
-        raise ValueError(f"{path} has tensors that do not belong to LoRA layers: {some_of(unknown)}")
-    if not loaded:
-        raise ValueError(f"{path} has no tensors")
-    if flat := [name for name, tensor in loaded.items() if tensor.dim() < 2]:
-        raise ValueError(f"{path} has tensors of fewer than two dimensions: {some_of(flat)}")
-    if not_finite := [name for name, tensor in loaded.items() if not tensor.isfinite().all()]:
-        raise ValueError(f"{path} has NaN or infinity in {some_of(not_finite)}")
-    # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
-    return {match.groups(): loaded[name].flatten(1) for name, match in matches.items()}
 
 
 def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]:
@@ -179,6 +194,8 @@ def _pair(folder: Path, module: str, a: Tensor, b: Tensor, rank: Any, alpha: Any
         raise ValueError(
             f"{folder / CONFIG} has r {rank!r:.50} and lora_alpha {alpha!r:.50} for {module}; both must be numbers"
         )
+    if rank > MAX_RANK:
+        raise ValueError(f"{folder / CONFIG} has r {rank!r:.50} for {module}; at most {MAX_RANK} is read")
     if len(a) != rank or b.dim() != 2 or b.shape[1] != rank:
         shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
         raise ValueError(f"{folder / WEIGHTS} has lora_A and lora_B of shapes {shapes} for {module}, whose r is {rank}")
@@ -193,9 +210,9 @@ def _is_finite(number: Any) -> bool:
 def place_adapter(
     folder: str | Path, pairs: Mapping[str, LoraPair], model: Model, regions: Mapping[Target, Region]
 ) -> dict[Target, LoraPair]:
-    """The matrices by the weights that they are for, of the model's `linear_regions`.
+    """The matrices of `read_adapter`, with their values, by the weights that they are for, of `linear_regions`.
 
-    Raises ValueError if the adapter is not for this model.
+    Raises ValueError if the adapter is not for this model, or has NaN or infinity.
     """
     targets = {name: model.parameter_for(f"{name}.weight") for name in pairs}
     if unsupported := [name for name, target in targets.items() if target not in regions]:
@@ -212,7 +229,18 @@ def place_adapter(
                 f"{folder} is for another model: {name} has {len(pair.b)} outputs and {pair.a.shape[1]} inputs in the "
                 f"adapter, {whole[0]} and {whole[1]} in the model"
             )
-    return {targets[name]: pair for name, pair in pairs.items()}
+    values = _read_values(Path(folder) / WEIGHTS, pairs)
+    return {targets[name]: pair._replace(a=values[name, "A"], b=values[name, "B"]) for name, pair in pairs.items()}
+
+
+def _read_values(path: Path, modules: Iterable[str]) -> dict[tuple[str, str], Tensor]:
+    """By module and "A" or "B"."""
+    with _opened(path) as file:
+        names = {(module, kind): f"base_model.model.{module}.lora_{kind}.weight" for module in modules for kind in "AB"}
+        values = {key: file.get_tensor(name).flatten(1) for key, name in names.items()}
+    if not_finite := [names[key] for key, tensor in values.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{path} has NaN or infinity in {some_of(not_finite)}")
+    return values
 
 
 def linear_regions(model: Model) -> dict[Target, Region]:

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from mmvllm.async_llm import UNREAD, AsyncLLM, Request
 from mmvllm.fetching import fetch
@@ -454,7 +454,7 @@ class JobFactory:
     async def _fetch(self, url: str, param: str, reservation: ByteReservation, kind: Kind = "image") -> bytes:
         is_inline = url[:5].lower() == "data:"  # must not queue behind fetches from a slow host
         turns = self._fetches if kind == "image" else self._video_fetches
-        async with nullcontext() if is_inline else turns.turn(url):
+        async with nullcontext() if is_inline else turns.turn(url, reservation):
             try:
                 data = await fetch(url, self._settings.media, kind)
             except MediaError as error:
@@ -464,21 +464,26 @@ class JobFactory:
 
 
 class FetchTurns:
-    """Limits how many fetches run at a time; half of them may be from one host, whose slowness delays others less."""
+    """Limits how many fetches run at a time: half of them from one host, a quarter for one request.
+
+    Hosts that are slow then delay other requests less.
+    """
 
     def __init__(self, number: int):
         self._number, self._all = number, asyncio.Semaphore(number)
         self._by_host: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._by_request: WeakKeyDictionary[object, asyncio.Semaphore] = WeakKeyDictionary()
 
     @asynccontextmanager
-    async def turn(self, url: str) -> AsyncIterator[None]:
-        """Wait until a URL may be fetched."""
+    async def turn(self, url: str, request: object) -> AsyncIterator[None]:
+        """Wait until a URL may be fetched for a request."""
         try:
             host = urlsplit(url[:MAX_URL_LENGTH]).hostname or ""
         except ValueError:  # of a URL that will be refused
             host = ""
         of_host = self._by_host.setdefault(host, asyncio.Semaphore(self._number // 2))
-        async with of_host, self._all:
+        of_request = self._by_request.setdefault(request, asyncio.Semaphore(self._number // 4))
+        async with of_request, of_host, self._all:
             yield
 
 

@@ -95,7 +95,8 @@ def image_params_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list
         f"input[{i}].{field}[{j}].image_url"
         for i, item in enumerate(items)
         for field in ("content", "output")
-        for j, part in enumerate(getattr(item, field, None) or ())
+        if isinstance(parts := getattr(item, field, None), Sequence) and not isinstance(parts, str)
+        for j, part in enumerate(parts)
         if isinstance(part, InputImage)
     ]
 

@@ -25,7 +25,7 @@ from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.load import load_image
 from mmvllm.workers import WorkerPool, WorkersUnusable
 from tests.helpers import tasks
-from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap
+from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap, tiff_of_shared_strips
 from tests.helpers.images import encode
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE
@@ -107,16 +107,23 @@ def test_an_image_that_takes_gigabytes(kind, tmp_path):
         assert peak(loader._pool) - before < VIDEO_BYTES + 200 * MiB  # 4.7 and 3.2 GB without a limit
 
 
+ENDLESS = {
+    "a.ppm": lambda: b"P3 8 8 255\n" + b"#\n" * 10_000_000,  # takes two minutes
+    "a.tif": lambda: tiff_of_shared_strips(150_000),  # takes seven
+}
+
+
 @pytest.mark.spawns
-def test_an_image_that_takes_too_long_leaves_no_thread_behind(tmp_path):
-    path = tmp_path / "a.ppm"
-    path.write_bytes(b"P3 8 8 255\n" + b"#\n" * 10_000_000)  # takes two minutes
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_image_that_takes_too_long_leaves_no_thread_behind(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(ENDLESS[name]())
     before = {*threading.enumerate()}
     with (
         closing(ItemLoader(Timeouts(image=2.0), num_workers=1)) as loader,
         pytest.raises(ValueError, match="took longer than 2 s to load"),
     ):
-        loader.image(Item("a.ppm", "", str(path)))
+        loader.image(Item(name, "", str(path)))
     assert not [thread for thread in {*threading.enumerate()} - before if thread.name == "mmvllm-limited"]
 
 

@@ -118,6 +118,20 @@ def jpeg_segment(marker: int, body: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
 
 
+def tiff_of_shared_strips(num_rows: int) -> bytes:
+    """A grey TIFF whose strips, each a row, all refer to one deflate stream of a megabyte, nearly all of it empty."""
+    row = zlib.compress(bytes(8))
+    strip = row[:2] + b"\0\0\0\xff\xff" * 200_000 + row[2:]
+    offsets, lengths = 8 + len(strip), 8 + len(strip) + 4 * num_rows
+    tags = {256: 8, 257: num_rows, 258: 8, 259: 8, 262: 1, 273: offsets, 277: 1, 278: 1, 279: lengths}
+    entries = b"".join(
+        struct.pack("<HHII", tag, 4, num_rows if tag in (273, 279) else 1, value) for tag, value in tags.items()
+    )
+    lists = struct.pack("<I", 8) * num_rows + struct.pack("<I", len(strip)) * num_rows
+    head = b"II*\0" + struct.pack("<I", lengths + 4 * num_rows)
+    return head + strip + lists + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
 def gif_with(*blocks: bytes, gif: bytes = SMALL_GIF) -> bytes:
     """A GIF with more blocks before its first frame."""
     start = 13 + (3 << (gif[10] & 7) + 1 if gif[10] & 128 else 0)

@@ -1,6 +1,7 @@
 """LoRA adapters merged at load give PEFT's own merged weights; other adapters are refused by name."""
 
 import json
+import math
 import re
 import shutil
 import struct
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mmvllm.engine.device_adapters import DeviceAdapters
 from mmvllm.layers.attention import TorchAttention
+from mmvllm.models import lora as lora_module
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import family_of, load_config
 from tests.helpers.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
@@ -57,6 +59,7 @@ def test_text_only(checkpoints, tmp_path):
     )
 
 
+FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 FLOATS_OF_4_BITS = torch.ones(4, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 
 
@@ -131,7 +134,8 @@ def changed(adapter: Path, **values) -> Path:
             ({"lora_alpha": alpha}, "both must be numbers")
             for alpha in (float("nan"), float("inf"), 1e308, 10**400, "8")
         ),
-        ({"r": 10**400}, "lora_A and lora_B of shapes"),
+        ({"r": 4097}, "at most 4096 is read"),
+        ({"r": 10**400}, "at most 4096 is read"),
         ({"rank_pattern": {"(": 4}}, "is not valid: missing )"),
         ({"rank_pattern": {SLOW: 4}}, "takes too long to match"),
         ({"alpha_pattern": {SLOW: 4}}, "takes too long to match"),
@@ -152,6 +156,46 @@ def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adap
 def test_a_long_value_is_cut_in_the_message(name, adapter, checkpoint):
     with pytest.raises(ValueError, match=r"^.{1,400}$"):
         load(checkpoint, lora=changed(adapter, **{name: "x" * 1_000_000}))
+
+
+def declare(adapter: Path, shapes: dict[str, list[int]]) -> Path:
+    """Have an adapter declare tensors of four bytes a value, none of which is in a block of the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    data = json.dumps(header).encode()
+    with (adapter / "adapter_model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(data)) + data)
+        file.truncate(8 + len(data) + end)
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([[8, 1 << 28], [64, 8]], "has lora_A and lora_B of shapes (8, 268435456) and (64, 8) for model.language_model"),
+        ([[4, 1 << 28], [64, 4, 1, 1]], "is for another model: "),
+        ([[4, 1 << 28], [64, 4]], "is for another model: "),
+        ([[4, 64], [1 << 28, 4]], "is for another model: "),
+        ([[0, 64], [64, 0]], "has tensors without values: base_model"),
+        ([[0, 2**64 - 1], [64, 4]], "has tensors without values: base_model"),
+    ],
+)
+def test_no_value_is_read_before_it_is_known_that_an_adapter_fits(shapes, message, adapter, checkpoint, monkeypatch):
+    """A file of a few KiB may declare gigabytes."""
+    monkeypatch.setattr(lora_module, "_read_values", None)
+    declare(adapter, {FIRST.replace("lora_A", f"lora_{kind}"): shape for kind, shape in zip("AB", shapes, strict=True)})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(checkpoint, lora=changed(adapter, target_modules=["q_proj"], r=4))
+
+
+def test_an_adapter_of_very_many_tensors_is_refused_at_once(adapter, checkpoint):
+    declare(adapter, {FIRST.replace("layers.0", f"layers.{i}"): [1, 1] for i in range(300_000)})
+    begin = time.process_time()
+    with pytest.raises(ValueError, match=r"has 300,000 tensors; at most 20,000 are read"):
+        load(checkpoint, lora=adapter)
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize("number", [4, 61, 30_000])
@@ -195,9 +239,6 @@ def replaced(adapter: Path, change) -> Path:
     path = adapter / "adapter_model.safetensors"
     save_file(change(load_file(path)), path)
     return adapter
-
-
-FIRST = "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ from mmvllm.server.completion_response import MAX_QUEUED, CompletionResponse
 from mmvllm.server.jobs import JobFactory
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
+from mmvllm.server.responses_as_chat import image_params_of
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -411,3 +413,12 @@ def test_every_entry_of_a_bias_that_is_documented_is_accepted(app):
     assert len(bias) == 1024 and call(app, "POST", CHAT, json=chat("Hi", max_tokens=1, logit_bias=bias)).is_success
     error = error_of(call(app, "POST", CHAT, json=chat("Hi", logit_bias=bias | {"1024": 1})))
     assert error["message"] == "an object of the body has 1025 keys, at most 1024 are accepted"
+
+
+def test_a_long_input_is_not_read_letter_by_letter():
+    class Text(str):
+        def __iter__(self):
+            raise AssertionError("a text has no parts")
+
+    items = [SimpleNamespace(content=Text("long"), output=Text("long")), SimpleNamespace(content=None)]
+    assert image_params_of(items) == []

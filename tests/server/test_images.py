@@ -149,22 +149,31 @@ def test_base64_without_its_header_is_told_what_is_missing(app, length):
 
 
 def test_a_slow_host_does_not_delay_images_from_others():
-    async def fetch(turns: jobs.FetchTurns, url: str) -> None:
-        async with turns.turn(url):
-            await asyncio.sleep(60 if "SLOW" in url else 0)
+    class Request:
+        pass
 
-    async def run() -> None:
+    async def fetch(turns: jobs.FetchTurns, url: str, request: Request) -> None:
+        async with turns.turn(url, request):
+            await asyncio.sleep(60 if "slow" in url.lower() else 0)
+
+    async def run(slow: list[str], slow_requests: list[Request]) -> None:
         turns = jobs.FetchTurns(4)
-        ends = ("/{}", ":81/{}", "?{}", "#{}", ":81?{}")
-        urls = [f"http://{login}SLOW.example{end.format(i)}" for i in range(4) for login in ("", "a@") for end in ends]
-        tasks = [asyncio.create_task(fetch(turns, url)) for url in urls]
+        tasks = [asyncio.create_task(fetch(turns, url, one)) for url in slow for one in slow_requests]
         await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*(fetch(turns, f"https://{i % 2}.example/a") for i in range(6))), 5)
+        other = Request()
+        fast = asyncio.gather(*(fetch(turns, f"https://{i % 2}.example/a", other) for i in range(6)))
+        await asyncio.wait_for(fast, 5)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run(run())
+    async def run_all() -> None:
+        ends = ("/{}", ":81/{}", "?{}", "#{}", ":81?{}")
+        urls = [f"http://{login}SLOW.example{end.format(i)}" for i in range(4) for login in ("", "a@") for end in ends]
+        await run(urls, [Request() for _ in range(9)])
+        await run([f"http://slow{i}.example/a" for i in range(16)], [Request()])  # a request with names of its own
+
+    asyncio.run(run_all())
 
 
 def test_no_image_is_fetched_for_a_request_over_capacity(engine, monkeypatch):
