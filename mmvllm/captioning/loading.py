@@ -68,15 +68,16 @@ class ItemLoader:
         """The image of an item; raises ValueError."""
 
         def load(limit: TimeLimit) -> Image:
-            reserve = outside(limit, DECODING.reserve)
-            with outside(limit, ENCODED.reserve)(item.num_bytes):
+            num_bytes, reserve = item.num_bytes, outside(limit, DECODING.reserve)
+            if num_bytes > MAX_THREAD_BYTES:
+                raise _NeedsLimits
+            with outside(limit, ENCODED.reserve)(num_bytes):
                 return load_image(item.read(), draft, formats=FORMATS, reserve=reserve, check=_check_thread_may_decode)
 
-        if item.num_bytes <= MAX_THREAD_BYTES:
-            try:
-                return self.timeouts.load(item, load)
-            except _NeedsLimits:
-                pass  # goes on below, where the encoded image that its frames hold is gone; a URL is fetched again
+        try:
+            return self.timeouts.load(item, load)
+        except _NeedsLimits:
+            pass  # goes on below, where the encoded image that the error's frames hold is gone; a URL is fetched again
         return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:

@@ -22,8 +22,8 @@ def is_file(path: str) -> bool:
     return _FILES.fullmatch(path) is not None
 
 
-def uncompressed(send: Send) -> Send:
-    """Send a response as it is, with the encoding that says so."""
+def as_it_is(send: Send) -> Send:
+    """Send responses without an encoding as those that are not to be compressed."""
 
     async def send_marked(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -45,11 +45,13 @@ class CompressedFiles:
         """Respond to a request for a file."""
         headers = Headers(scope=scope)
         if scope["method"] != "GET" or "range" in headers or "gzip" not in headers.get("accept-encoding", ""):
-            return await app(scope, receive, uncompressed(send))
+            return await app(scope, receive, send)
         if (made := self._made.get(scope["path"])) is None:
             async with self._lock:  # others that want the same file find it then
                 made = self._made.get(scope["path"]) or await self._make(app, scope, receive)
-        for message in made:
+        start, *body = made
+        await send({**start, "headers": list(start["headers"])})  # to which other middleware adds its own
+        for message in body:
             await send(message)
 
     async def _make(self, app: ASGIApp, scope: Scope, receive: Receive) -> list[Message]:

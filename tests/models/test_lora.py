@@ -174,7 +174,10 @@ def declare(adapter: Path, shapes: dict[str, list[int]]) -> Path:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([[8, 1 << 28], [64, 8]], "has lora_A and lora_B of shapes (8, 268435456) and (64, 8) for model.language_model"),
+        (
+            [[8, 1 << 28], [64, 8]],
+            "has lora_A and lora_B of shapes (8, 268435456) and (64, 8) for model.language_model",
+        ),
         ([[4, 1 << 28], [64, 4, 1, 1]], "is for another model: "),
         ([[4, 1 << 28], [64, 4]], "is for another model: "),
         ([[4, 64], [1 << 28, 4]], "is for another model: "),
