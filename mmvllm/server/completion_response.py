@@ -68,6 +68,7 @@ class CompletionResponse(Response):
 
     async def _whole(self, send: Send) -> None:
         content = await self._gathered()
+        self._record.forget_logprobs()
         self._hold(len(content))
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -38,6 +38,13 @@ class RequestRecord:
         outputs = self.outputs if self.job.pooling is None else ()
         return [one for output in outputs for one in output.completions]
 
+    def forget_logprobs(self) -> None:
+        """Drop log-probabilities once a response has them: it may wait for a slow client, and they take more memory."""
+        for output in self.outputs:
+            output.prompt_logprobs = None
+        for completion in self.completions:
+            completion.logprobs = None
+
 
 class RequestLog:
     """Writes lines to the logger `mmvllm.requests`.

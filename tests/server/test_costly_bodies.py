@@ -1,6 +1,7 @@
 """Bodies that would take long to parse or to answer, or whose response would be as large as the request."""
 
 import asyncio
+import gc
 import json
 import re
 import threading
@@ -347,6 +348,21 @@ def test_a_response_that_a_client_has_not_read_counts_with_the_bytes_of_requests
     answer = call(app, "POST", path, json=body)  # it is not refused itself
     assert answer.status_code == 200 and len(answer.content) / 2 < sum(held) <= len(answer.content)
     assert call(app, "POST", path, json=body).status_code == 200
+
+
+def test_log_probabilities_are_not_kept_beside_the_response_that_has_them(engine, monkeypatch):
+    def outputs() -> list[RequestOutput | CompletionOutput]:
+        return [one for one in gc.get_objects() if isinstance(one, RequestOutput | CompletionOutput)]
+
+    def hold(reservation, num_bytes):
+        kept.extend(one for one in outputs() if id(one) not in others)
+
+    kept, earlier = [], outputs()
+    others = {*map(id, earlier)}
+    monkeypatch.setattr(ByteReservation, "hold", hold)
+    body = completion(prompt="a " * 500, max_tokens=2, logprobs=3, prompt_logprobs=3)
+    assert call(make_app(engine), "POST", COMPLETIONS, json=body).json()["choices"][0]["prompt_logprobs"]
+    assert kept and not any(one.logprobs or getattr(one, "prompt_logprobs", None) for one in kept)
 
 
 def test_a_large_body_is_validated_before_the_next_one_is_parsed(app, monkeypatch):
