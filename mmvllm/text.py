@@ -130,6 +130,12 @@ def load_json(path: Path) -> Any:
     return parse_json(read_text(path))
 
 
+def check_file_size(path: Path) -> None:
+    """Raise ValueError for a file of more than `MAX_JSON_BYTES`, which somebody else would read whole."""
+    if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{path} cannot be used: it has more than {MAX_JSON_BYTES >> 20} MiB")
+
+
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
     with path.open("rb") as file:

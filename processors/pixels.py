@@ -46,6 +46,7 @@ def upright_rgb(image: Image.Image, is_own: bool = False) -> Image.Image:
         turned = _to_rgb(turned)
     elif turned is image:
         turned = image._new(image.im) if is_own else image.copy()  # what `copy` does, without copying the pixels
+    turned.info = {}  # profiles and texts of the file, of megabytes, which would be saved with it again
     return with_orientation(turned, 1 if method is None else orientation)
 
 

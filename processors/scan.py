@@ -22,7 +22,7 @@ MAX_FILL_BYTES = 64 * 1024  # between those segments, and between the blocks of 
 MAX_GIF_BLOCKS = 100_000  # before the first frame; XMP of 1 MB takes about 12,000
 MAX_GIF_COMMENT_BYTES = 1024 * 1024
 MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
-MAX_PNG_PROFILES = 16  # each of which may inflate to 1 MiB
+MAX_PNG_INFLATED = 16  # compressed profiles and texts, each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
 MAX_PIECES = 16  # in which a file is read while it is decoded, unless they would be very small
 MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
@@ -72,11 +72,17 @@ def needs_limits(data: bytes) -> bool:
 
     This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image or whose strips share their
     bytes, each decoded anew, HEIF and AVIF whose frames are larger than declared or whose metadata is copied when it is
-    opened, bitmaps with jumps in their run lengths, and what Pillow decodes in Python: QOI, and PNM of text or of
-    unusual levels.
+    opened, lossless WebP, each of whose blocks may have large tables of its own, bitmaps with jumps in their run
+    lengths, and what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
-    return is_slow or data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
+    is_large = data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
+    return is_slow or is_large or _is_lossless_webp(data)
+
+
+def _is_lossless_webp(data: bytes) -> bool:
+    """Whether a WebP image may be lossless, or have an alpha channel that is."""
+    return data[8:12] == b"WEBP" and (b"VP8L" in data or b"ALPH" in data)
 
 
 def _is_run_length_bitmap(data: bytes) -> bool:
@@ -179,16 +185,23 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _scan_png(data: bytes) -> None:
-    at, chunks, profiles = 8, 0, 0
+    at, chunks, inflated = 8, 0, 0
     most = MAX_PNG_CHUNKS + len(data) // 1024
-    while at + 8 <= len(data) and chunks <= most and profiles <= MAX_PNG_PROFILES:
+    while at + 8 <= len(data) and chunks <= most and inflated <= MAX_PNG_INFLATED:
         length, kind = struct.unpack_from(">I4s", data, at)
+        chunks, inflated = chunks + 1, inflated + _is_inflated(kind, data, at + 8, at + 8 + length)
         at += length + 12
-        chunks, profiles = chunks + 1, profiles + (kind == b"iCCP")
     if chunks > most:
         raise RefusedImage(f"is a PNG of more than {most:,} chunks; save it again with larger ones")
-    if profiles > MAX_PNG_PROFILES:
-        raise RefusedImage(f"is a PNG with more than {MAX_PNG_PROFILES} colour profiles; one is allowed")
+    if inflated > MAX_PNG_INFLATED:
+        raise RefusedImage(f"is a PNG with more than {MAX_PNG_INFLATED} compressed profiles and texts; save it without")
+
+
+def _is_inflated(kind: bytes, data: bytes, start: int, end: int) -> bool:
+    if kind != b"iTXt":
+        return kind in (b"iCCP", b"zTXt")
+    keyword_end = data.find(b"\0", start, end)
+    return keyword_end >= 0 and data[keyword_end + 1 : keyword_end + 2] != b"\0"  # the flag of compression
 
 
 def _scan_gif(data: bytes) -> None:

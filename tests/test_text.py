@@ -8,6 +8,7 @@ import pytest
 from mmvllm import text
 from mmvllm.config import EngineConfig
 from mmvllm.engine.checkpoint import read_checkpoint
+from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.lora import read_adapter
 from mmvllm.text import load_json, with_whole_characters
@@ -34,6 +35,25 @@ def test_files_of_a_checkpoint_have_a_largest_size(name, mebibyte, tmp_path):
     (folder / name).write_text((BUNDLED / name).read_text() + mebibyte)
     with pytest.raises(ValueError, match=rf"{name} is damaged: .*it has more than 1 MiB"):
         read_checkpoint(folder, EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+        *("merges.txt", "chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.model"),
+    ],
+)
+def test_files_of_a_tokenizer_have_a_largest_size(name, monkeypatch, tmp_path):
+    """transformers reads them whole, and a file without blocks on the disk may have any size."""
+    folder = shutil.copytree(BUNDLED, tmp_path / "model")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(ValueError, match=rf"{name} cannot be used: it has more than 64 MiB"):
+        load_tokenizer(folder)
 
 
 def test_the_config_of_an_adapter_has_a_largest_size(mebibyte, tmp_path):

@@ -62,6 +62,11 @@ def has_charset(scope: Scope) -> bool:
     return kind == b"multipart/form-data" and b"charset" in options
 
 
+def has_body(headers: Headers) -> bool:
+    """Whether a body follows the headers of a request."""
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
 def content_length(scope: Scope) -> int | None:
     """The size of the body in bytes; None if it is not given in advance."""
     headers = dict(scope["headers"])

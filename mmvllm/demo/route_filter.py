@@ -21,6 +21,7 @@ from mmvllm.demo.assets import CompressedFiles, as_it_is, is_file
 from mmvllm.demo.checks import (
     clean_headers,
     content_length,
+    has_body,
     has_charset,
     is_foreign,
     is_host,
@@ -185,6 +186,8 @@ class DemoRouteFilter:
             return PlainTextResponse("Log in first", 401)
         if scope["method"] == "POST" and not route and not path.rstrip("/").endswith("/login"):
             return PlainTextResponse("There is nothing here", 404)
+        if scope["method"] != "POST" and has_body(headers):  # gradio would wait for it
+            return PlainTextResponse("Send no body", 400)
         if num_bytes is None:  # the length is unknown until the end
             return PlainTextResponse("Send a Content-Length", 411)
         if route == "upload" and num_bytes > self._settings.max_upload_bytes + MAX_BODY_BYTES:

@@ -11,8 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mmvllm.config import ModelConfig
 from mmvllm.patterns import PatternError, check_repeats_no_choice
 from mmvllm.processors.special_tokens import splitting
-from mmvllm.text import beginning_of, load_json, printable, read_text
+from mmvllm.text import beginning_of, check_file_size, load_json, printable, read_text
 
+# What transformers reads whole.
+FILES = ("*token*", "vocab.json", "merges.txt", "config.json", "chat_template*", "additional_chat_templates/*")
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
 
@@ -21,6 +23,8 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
 
     Raises ValueError for a folder without a tokenizer that can be used, and for a template that cannot be read.
     """
+    for file in (file for pattern in FILES for file in folder.glob(pattern)):
+        check_file_size(file)
     try:
         with splitting():  # the normalizer is run on added tokens
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

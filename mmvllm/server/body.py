@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from mmvllm.server.errors import MAX_KEY_SHOWN, ApiError, out_of_memory
+from mmvllm.server.large_bodies import MAX_TEXT_BYTES, restored, set_aside
 from mmvllm.text import refuse_constant, with_whole_characters
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,11 @@ def _fields_of(model: type[BaseModel]) -> frozenset[str]:
 
 
 def parse(body: bytes) -> Any:
-    """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse."""
+    """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse.
+
+    A large one may have images and videos in base64, and little else.
+    """
+    body, strings = set_aside(body) if len(body) > MAX_TEXT_BYTES else (body, {})
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(400, f"the body has more than {MAX_COMMAS} items")
     if (num_escapes := body.count(b"\\")) > MAX_ESCAPES:
@@ -131,7 +136,8 @@ def parse(body: bytes) -> Any:
         text = body.removeprefix(codecs.BOM_UTF8).decode()
         parse_int = _int if _may_have_long_integer(body) else None  # which would be called for each of a million
         value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=refuse_constant)
-        return with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
+        value = with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
+        return restored(value, strings) if strings else value
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except MemoryError:

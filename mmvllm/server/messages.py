@@ -80,9 +80,11 @@ class OpenModel(StrictModel):
         if not isinstance(value, dict):
             return value
         fields, names = _fields_of(cls), _names_by_plain(cls)
-        others = [key for key in value if key not in fields]
+        if not (others := [key for key in value if key not in fields]):
+            return value
+        misplaced = frozenset(cls.misplaced)
         for i, key in enumerate(others):
-            is_known = key in cls.misplaced or (i < MOST_COMPARED and _plain(key) in names)
+            is_known = key in misplaced or (i < MOST_COMPARED and _plain(key) in names)
             if is_known and value[key] not in (None, "", [], {}):
                 meant = names[_plain(key)]
                 hint = f"; did you mean {meant}?" if meant != key and meant in fields else ""

@@ -154,6 +154,16 @@ def test_a_host_that_is_none_is_refused(host, site, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_the_head_of_a_file_is_the_same_for_everybody(site):
+    (path,) = re.findall(r"assets/[\w.-]+\.js", get(site.url).text)[:1]
+    plain = get(site.url + path).headers
+    origin = site.url.rstrip("/")
+    for _ in range(3):
+        assert get(site.url + path, headers={"Origin": origin}).headers["access-control-allow-origin"] == origin
+    own = {name: value for name, value in get(site.url + path).headers.items() if name != "date"}
+    assert own == {name: value for name, value in plain.items() if name != "date"}
+
+
 def test_the_address_before_a_proxy_is_that_of_the_page(site):
     for given in ("chat.example.org", "chat.example.org:8443, 10.0.0.1", "[::1]:80"):
         root = get(f"{site.url}config", headers={"X-Forwarded-Host": given}).json()["root"]

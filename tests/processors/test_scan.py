@@ -4,6 +4,7 @@ import io
 import struct
 import time
 import warnings
+import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -44,8 +45,11 @@ HOSTILE = {
     "JPEG with more than 65,536 bytes before or between its": lambda: jpeg_with(b"\xff\0" * 2_000_000),
     "is a PNG of more than": lambda: png_with(png_chunk(b"prIv", b"") * 500_000),
     "PNG of more than": lambda: SMALL_PNG + png_chunk(b"prIv", b"") * 500_000,
-    "is a PNG with more than 16 colour profiles": lambda: png_with(png_chunk(b"iCCP", PROFILE) * 3000),
-    "PNG with more than 16 colour profiles": lambda: SMALL_PNG[:-12] + png_chunk(b"iCCP", PROFILE) * 3000,
+    "is a PNG with more than 16 compressed profiles": lambda: png_with(png_chunk(b"iCCP", PROFILE) * 3000),
+    "PNG with more than 16 compressed profiles": lambda: SMALL_PNG[:-12] + png_chunk(b"iCCP", PROFILE) * 3000,
+    "PNG with more than 16 compressed profiles and texts": lambda: png_with(png_chunk(b"zTXt", b"\0\0" + TEXT) * 3000),
+    "16 compressed profiles and texts": lambda: png_with(png_chunk(b"iTXt", b"k\0\1\0\0\0" + TEXT) * 3000),
+    "compressed profiles and texts": lambda: png_with(png_chunk(b"iTXt", b"k\0\2\0\0\0" + TEXT) * 3000),
     "JPEG with more than 65,536 bytes before or between": lambda: b"\xff\xd8\xff\xe0\0\x02" + bytes(20_000_000),
     "JPEG with more than 65,536 bytes before or": lambda: b"\xff\xd8\xff\xd9" + b"\xff\xd9a" * 5_000_000,
     "GIF with more than 65,536 bytes before or between": lambda: gif_with(bytes(20_000_000)),
@@ -147,6 +151,7 @@ REAL = {
 }
 
 
+TEXT = zlib.compress(b"x" * 1_000_000 + b"\xff", 9)  # not in UTF-8: Pillow does not count it
 TIFFS = ("TIFF", "fax", "BigTIFF")
 
 UNLIMITED = {
@@ -163,11 +168,20 @@ UNLIMITED = {
     "QOI": lambda image: encode(image, "QOI"),
     "a big-endian TIFF": lambda image: tiff(">", 8, 5),
     **{name: REAL[name] for name in TIFFS},
+    "lossless WebP": lambda image: encode(image, "WEBP", lossless=True),
+    "lossless WebP with EXIF": lambda image: encode(image, "WEBP", lossless=True, exif=exif(rotated(6))),
+    "WebP with an alpha channel": lambda image: encode(with_alpha(image), "WEBP"),
     "a plain PGM": lambda image: b"P2\n1 1 255 1",
     "AVIF": REAL.get("AVIF", lambda image: b"\0\0\0\x1cftypavif"),
     **{brand: lambda image, brand=brand: b"\0\0\0\x18ftyp" + brand.encode() for brand in ("heic", "hevc", "msf1")},
     "AVIF of another brand": lambda image: b"\0\0\0\x1cftypmif1\0\0\0\0avifmif1",
 }
+
+
+def with_alpha(image: Image.Image) -> Image.Image:
+    made = image.convert("RGBA")
+    made.putalpha(image.convert("L"))
+    return made
 
 
 @pytest.mark.parametrize("kind", UNLIMITED)
