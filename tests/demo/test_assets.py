@@ -132,3 +132,13 @@ def test_the_files_of_the_page_are_compressed(site):
         response = get(url, headers={"Accept-Encoding": "br, gzip"})
         assert response.headers["content-encoding"] == ("gzip" if url in urls else "identity")
         assert response.content == get(url, headers={"Accept-Encoding": "identity"}).content
+
+
+def test_the_head_of_a_file_is_the_same_for_everybody(site):
+    (path,) = re.findall(r"assets/[\w.-]+\.js", get(site.url).text)[:1]
+    plain = get(site.url + path).headers
+    origin = site.url.rstrip("/")
+    for _ in range(3):
+        assert get(site.url + path, headers={"Origin": origin}).headers["access-control-allow-origin"] == origin
+    own = {name: value for name, value in get(site.url + path).headers.items() if name != "date"}
+    assert own == {name: value for name, value in plain.items() if name != "date"}

@@ -138,38 +138,6 @@ def test_a_range_of_a_file_is_served_and_an_odd_one_ignored(site, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("path", ["", "config", f"static/{'a' * 256}", f"assets/{'é' * 200}", f"static/{'a/' * 3000}"])
-@pytest.mark.parametrize("header", ["X-Forwarded-Host", "X-Gradio-Server"])
-def test_no_address_and_no_path_is_an_error_of_the_server(header, path, site, capfd):
-    for value in ("[::1", "a:x", "a:b:c", "http://a:b", "xn--\x80", "%zz", "a b", "\xe9.org", "a" * 300):
-        answer = get(site.url + path, headers={header: value.encode("latin-1")})
-        assert answer.status_code == (404 if len(path) > 200 else 200), value
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("host", ["999.999.999.999", "1.2.3.256", "[::1", "a:x", "xn--\x80", "a b"])
-def test_a_host_that_is_none_is_refused(host, site, capfd):
-    for path in ("", "config", "gradio_api/info"):
-        assert get(site.url + path, headers={"Host": host.encode("latin-1")}).status_code == 400
-    assert capfd.readouterr().err == ""
-
-
-def test_the_head_of_a_file_is_the_same_for_everybody(site):
-    (path,) = re.findall(r"assets/[\w.-]+\.js", get(site.url).text)[:1]
-    plain = get(site.url + path).headers
-    origin = site.url.rstrip("/")
-    for _ in range(3):
-        assert get(site.url + path, headers={"Origin": origin}).headers["access-control-allow-origin"] == origin
-    own = {name: value for name, value in get(site.url + path).headers.items() if name != "date"}
-    assert own == {name: value for name, value in plain.items() if name != "date"}
-
-
-def test_the_address_before_a_proxy_is_that_of_the_page(site):
-    for given in ("chat.example.org", "chat.example.org:8443, 10.0.0.1", "[::1]:80"):
-        root = get(f"{site.url}config", headers={"X-Forwarded-Host": given}).json()["root"]
-        assert root == f"http://{given.partition(',')[0].removesuffix(':80')}"
-
-
 def test_no_visitor_can_remove_the_examples(site):
     examples = [*(process_uploads().folder / "examples").iterdir()]
     event(site, "chat", "clear", [], "examples")
