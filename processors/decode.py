@@ -15,6 +15,7 @@ from mmvllm.processors.scan import RefusedImage, check_opened, embedded_size, re
 
 Reserve = Callable[[int], AbstractContextManager]
 
+MAX_SIDE = 500_000  # pixels: each row takes 12 bytes more in each copy, whatever its width
 _ICONS = (b"\0\0\1\0", b"icns")
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
 
@@ -134,6 +135,8 @@ def _area(size: tuple[int, int]) -> int:
 
 
 def _check_size(size: tuple[int, int], max_pixels: int) -> None:
+    if max(size) > MAX_SIDE:
+        raise Image.DecompressionBombError(f"it is {size[0]}x{size[1]}, more than {MAX_SIDE} pixels on a side")
     if _area(size) > max_pixels:
         raise Image.DecompressionBombError(f"it is {size[0]}x{size[1]}, more than {max_pixels} pixels")
 

@@ -37,8 +37,15 @@ class LengthLimit:
 
     def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0, room: int = 1) -> None:
         """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no `room` for a completion."""
-        length = -(-len(prompt) // self.max_token_length) if isinstance(prompt, str) else len(prompt)
-        num_tokens = length + num_extra_tokens
+        if isinstance(prompt, str):
+            return self.check_characters(len(prompt), num_extra_tokens, room)
+        self._check_tokens(len(prompt) + num_extra_tokens, room)
+
+    def check_characters(self, number: int, num_extra_tokens: int = 0, room: int = 1) -> None:
+        """The same for a text of so many characters."""
+        self._check_tokens(-(-number // self.max_token_length) + num_extra_tokens, room)
+
+    def _check_tokens(self, num_tokens: int, room: int) -> None:
         if num_tokens + room > self.max_model_len:
             problem = f"the prompt has at least {num_tokens} tokens"
             raise PromptTooLong(problem, "shorten it", value=num_tokens, limit=self.max_model_len)

@@ -19,6 +19,7 @@ _UPRIGHT = {
 }
 
 
+MAX_EXIF_TEXT = 1_000_000  # characters; a block has at most 64 KiB, and its lines take thirty times their size
 _KEY = "mmvllm.orientation"  # in `Image.info` of what `upright_rgb` has turned
 
 
@@ -55,6 +56,8 @@ def _orientation(image: Image.Image) -> int | None:
     try:
         block = image.info.get("exif")
         if block is None and isinstance(text := image.info.get("Raw profile type exif"), str):  # hexadecimal, in a PNG
+            if len(text) > MAX_EXIF_TEXT:
+                return None
             block = bytes.fromhex("".join(text.split("\n")[3:]))
         if isinstance(block, bytes):
             scan_exif(block)

@@ -22,6 +22,7 @@ MAX_FILL_BYTES = 64 * 1024  # between those segments, and between the blocks of 
 MAX_GIF_BLOCKS = 100_000  # before the first frame; XMP of 1 MB takes about 12,000
 MAX_GIF_COMMENT_BYTES = 1024 * 1024
 MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
+MAX_PNG_TEXT_BYTES = 16 * 1024 * 1024  # of all texts; one with an emoji takes four times its size
 MAX_PNG_INFLATED = 16  # compressed profiles and texts, each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
 MAX_PIECES = 16  # in which a file is read while it is decoded, unless they would be very small
@@ -185,14 +186,19 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _scan_png(data: bytes) -> None:
-    at, chunks, inflated = 8, 0, 0
+    at, chunks, inflated, text_bytes = 8, 0, 0, 0
     most = MAX_PNG_CHUNKS + len(data) // 1024
     while at + 8 <= len(data) and chunks <= most and inflated <= MAX_PNG_INFLATED:
         length, kind = struct.unpack_from(">I4s", data, at)
         chunks, inflated = chunks + 1, inflated + _is_inflated(kind, data, at + 8, at + 8 + length)
+        text_bytes += length if kind in (b"tEXt", b"iTXt", b"zTXt") else 0
         at += length + 12
     if chunks > most:
         raise RefusedImage(f"is a PNG of more than {most:,} chunks; save it again with larger ones")
+    if text_bytes > MAX_PNG_TEXT_BYTES:
+        raise RefusedImage(
+            f"is a PNG with {text_bytes:,} bytes of texts, more than {MAX_PNG_TEXT_BYTES:,}; save it without"
+        )
     if inflated > MAX_PNG_INFLATED:
         raise RefusedImage(f"is a PNG with more than {MAX_PNG_INFLATED} compressed profiles and texts; save it without")
 

@@ -33,7 +33,7 @@ CONNECT_SECONDS = 10.0
 # Of an answer, for each completion that was asked for; parsed, each takes about ten times as much memory at most.
 MAX_BYTES = 1024 * 1024
 MAX_VALUES = 100_000  # as `check_json_size` counts them
-MAX_COMPLETIONS = 16  # that count: a record has 16 MiB at most; a list of models may be as long
+MAX_COMPLETIONS = 4  # that count, since texts with an emoji take four times their size; so does a list of models
 MAX_NAME = 512  # characters, of a model
 MAX_SHOWN = 2000  # characters, of its models
 MAX_COUNT = 2**31 - 1  # tokens

@@ -60,11 +60,11 @@ UNKNOWN_SESSION = (
     'data: {"msg":"unexpected_error","message":"404: Not Found","session_not_found":true,"success":false}\n\n'
 )
 MAX_ENDINGS = 4  # heartbeats that end at a time
-# Of all events until they end; gradio keeps them as objects of up to five times the size. Small events count, but are
-# never refused for their size: all that gradio takes at a time are 40 MB.
+# Of all events that arrive, and of all until they end. Gradio keeps them as objects of up to five times the size. Small
+# events count, but are never refused for their size: all that gradio takes at a time are 40 MB.
 MAX_EVENT_BYTES, SMALL_EVENT_BYTES = 2**26, 2**14
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
-UPLOAD_SECONDS, BODY_SECONDS = 300.0, 60.0
+UPLOAD_SECONDS, BODY_SECONDS, LOGIN_SECONDS = 300.0, 60.0, 10.0
 # An upload that falls further behind is ended, since it holds space that others may need.
 FIRST_SECONDS, MIN_BYTES_PER_SECOND = 20.0, 8 * 1024
 FORGET_SECONDS = 10.0
@@ -134,6 +134,7 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._files, self._pages, self._joins = CompressedFiles(), Turns(), Turns()
+        self._arriving = 0  # bytes of bodies, but for uploads
         self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # of results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
         sessions.end_responses = self._end_responses
@@ -162,7 +163,7 @@ class DemoRouteFilter:
                 with self._sessions.open_tab(route.removeprefix(HEARTBEAT)):
                     await self._until_closing(scope, receive, send)
             elif scope["method"] == "POST":
-                await self._post(route, scope, receive, send)
+                await self._post(route, num_bytes, scope, receive, send)
             elif route == "queue/data":
                 await self._unread(value, scope, receive, send)
             elif route == "upload_progress":
@@ -215,12 +216,17 @@ class DemoRouteFilter:
         videos = f"{counted(settings.max_videos, 'video')} of {settings.policy.max_video_bytes:,} bytes"
         return f"Too much for one question; at most {images} and {videos} go into it"
 
-    async def _post(self, route: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _post(self, route: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+        if num_bytes > SMALL_EVENT_BYTES and self._arriving + num_bytes > MAX_EVENT_BYTES:
+            return await PlainTextResponse("The page is busy; try again later", 503)(scope, receive, send)
+        self._arriving += num_bytes
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
                 body = await Request(scope, receive).body()
         except TimeoutError:
             return await _late("The request took too long to arrive; try again")(scope, receive, send)
+        finally:
+            self._arriving -= num_bytes
         pieces = [body]
 
         async def replay() -> Message:

@@ -190,10 +190,11 @@ class Uploads:
 
     def _remove_empty_folders(self) -> None:
         """Remove folders that gradio has made for files with an invalid name."""
-        for folder in self.folder.glob("*"):
-            with suppress(OSError):  # it has files
-                if _is_old(folder.stat()):
-                    folder.rmdir()
+        with suppress(OSError):  # too many files are open
+            for folder in self.folder.iterdir():
+                with suppress(OSError):  # it has files
+                    if _is_old(folder.stat()):
+                        folder.rmdir()
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         for folder, _, names in os.walk(self.folder):

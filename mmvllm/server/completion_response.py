@@ -94,7 +94,8 @@ class CompletionResponse(Response):
             self._num_held = num_bytes
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
-        return self._job.builder.whole(choices, usage_of(self._record.outputs)).model_dump_json().encode()
+        response = self._job.builder.whole(choices, usage_of(self._record.outputs))
+        return response.__pydantic_serializer__.to_json(response)  # `model_dump_json` would make a text of these bytes
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas, EventStream(send) as events:

@@ -282,8 +282,9 @@ class JobFactory:
         """
         self._check_trusted(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
-        texts = [*convert.texts_of(body), *(json.dumps(tool) for tool in tools)]
-        self._check_lengths("messages", ["".join(texts)], num_messages)
+        num_characters = sum(map(len, convert.texts_of(body))) + sum(len(json.dumps(tool)) for tool in tools)
+        with engine_errors(lambda error: (str(error), "messages")):
+            self._length_limit.check_characters(num_characters, num_messages)
         images, videos = self._media(body)
         if image_params is not None:
             images = [replace(image, param=param) for image, param in zip(images, image_params, strict=True)]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo.route_filter import MAX_EVENT_BYTES, SMALL_EVENT_BYTES, DemoRouteFilter
 from mmvllm.demo.session import Sessions
@@ -61,6 +62,55 @@ def test_large_events_are_refused_while_those_that_run_are_many_bytes(joined, re
     assert joined("a", 50_000) == 200 and joined("a", 200_000) == 503
     results.num_event_bytes = 2 * MAX_EVENT_BYTES
     assert joined("a", SMALL_EVENT_BYTES + 1) == 503 and joined("a", 100) == 200
+
+
+def test_large_bodies_are_refused_while_those_that_arrive_are_many_bytes(sessions, results, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "MAX_EVENT_BYTES", 250_000)
+    route_filter = DemoRouteFilter(app, sessions, {5}, results)
+
+    async def status(num_bytes: int, receive) -> int:
+        sent, headers = [], [(b"content-length", str(num_bytes).encode())]
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": JOIN, "headers": headers, "app": None, "query_string": b""}
+        await route_filter(scope, receive, send)
+        return sent[0]["status"] if sent else 0
+
+    async def run() -> None:
+        leaving = asyncio.Event()
+
+        async def until_leaving():
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        async def at_once():
+            return {"type": "http.request", "body": b"{}"}
+
+        slow = [asyncio.create_task(status(100_000, until_leaving)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await status(100_000, at_once) == 503 and await status(100, at_once) == 400
+        leaving.set()
+        await asyncio.gather(*slow)
+        assert await status(100_000, at_once) == 400
+
+    asyncio.run(run())
+
+
+def test_a_login_is_waited_for_a_shorter_time(sessions, results, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "LOGIN_SECONDS", 0)
+    sent = []
+
+    async def receive():
+        await asyncio.sleep(3600)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/login", "headers": [(b"content-length", b"9")], "app": None}
+    asyncio.run(DemoRouteFilter(app, sessions, {5}, results)(scope | {"query_string": b""}, receive, send))
+    assert sent[0]["status"] == 408
 
 
 def test_a_session_begins_with_its_first_event_so_that_sessions_are_limited(joined, sessions, monkeypatch):

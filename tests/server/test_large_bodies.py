@@ -26,12 +26,13 @@ def small_limit(monkeypatch):
 
 
 URI = f"data:image/png;base64,{MEDIA}"
+FRAMES = ",".join([MEDIA] * 3)
 SET_ASIDE = {
-    "base64": MEDIA,
-    "for URLs": MEDIA.replace("+", "-").replace("/", "_"),
-    "a data URI": URI,
-    "with parameters": f"data:video/mp4; codecs=avc1;base64,{MEDIA}".replace("; ", ";"),
-    "lines": MEDIA.replace("A", "A\n"),
+    "an image": URI,
+    "for URLs": URI.replace("+", "-").replace("/", "_"),
+    "with parameters": f"data:video/mp4;codecs=avc1;base64,{MEDIA}",
+    "frames": f"data:video/jpeg;base64,{FRAMES}",
+    "lines": URI.replace("A", "A\n").replace("B", "B\r\n"),
 }
 
 
@@ -51,8 +52,13 @@ TEXTS = {
     "capitals": "Σ" * 6000,
     "escapes": "\\u0041" * 2000,
     "a wide character": "a" * 12_000 + "😀",
-    "base64 and a half": MEDIA + "\ud800",
-    "base64 behind a quotation mark": f'"{MEDIA}',
+    "base64 without its header": MEDIA,
+    "a URI and a half": URI + "\ud800",
+    "a URI and a wide character": URI + "😀",
+    "a URI and a backslash": URI + "\\",
+    "an escaped backslash in a URI": URI.replace("A", "\\n"),
+    "a URI behind a quotation mark": f'"{URI}',
+    "a URI with a space": f"{URI} {MEDIA}",
     "a URI without an end": "data:" + "a" * 12_000 + ";",
 }
 
@@ -62,15 +68,21 @@ TEXTS = {
 def test_all_else_is_text(kind, ascii_only, small_limit):
     text = TEXTS[kind]
     body = f'{{"a": "{text}"}}' if kind == "escapes" else json.dumps({"a": text}, ensure_ascii=ascii_only)
-    with pytest.raises(ApiError, match="more than 10000 bytes that are no image or video in base64") as refused:
+    with pytest.raises(ApiError, match="more than 10000 bytes that are no data URIs") as refused:
         parse(body.encode(errors="surrogatepass"))
     assert refused.value.status_code == 413
 
 
-@pytest.mark.parametrize("space", ["", " ", "\n\t "])
+@pytest.mark.parametrize("space", ["", " ", "\n\t ", " " * 100])
 def test_a_key_is_text(space, small_limit):
-    with pytest.raises(ApiError, match="no image or video in base64"):
-        parse(f'{{"{MEDIA}"{space}: 1}}'.encode())
+    with pytest.raises(ApiError, match="that are no data URIs"):
+        parse(f'{{"{URI}"{space}: 1}}'.encode())
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\t", "\x00"])
+def test_a_line_break_in_a_string_is_no_json(character, small_limit):
+    with pytest.raises(ApiError):
+        parse(f'{{"a": "{URI}{character}{MEDIA}"}}'.encode())
 
 
 def test_quotation_marks_are_counted_before_the_body_is_split(small_limit):
@@ -78,7 +90,7 @@ def test_quotation_marks_are_counted_before_the_body_is_split(small_limit):
         parse(b'"' * 4_000_001)
 
 
-PIECES = st.sampled_from([MEDIA, MEDIA[:MIN_LENGTH], MEDIA[: MIN_LENGTH - 1], *'"\\/é😀:,{ '])
+PIECES = st.sampled_from([URI, URI[:MIN_LENGTH], URI[: MIN_LENGTH - 1], MEDIA, *'"\\/é😀:,{ '])
 STRINGS = st.lists(PIECES, max_size=3).map("".join)
 VALUES = st.recursive(
     STRINGS | st.integers() | st.none() | st.booleans(),
@@ -112,7 +124,7 @@ def test_a_request_with_large_images_is_answered(app, small_limit):
     body = chat(image_part(data_uri()), max_tokens=1)
     assert call(app, "POST", CHAT, json=body).is_success
     answer = call(app, "POST", TOKENIZE, json={"prompt": "two words " * 2000})
-    assert answer.status_code == 413 and "no image or video in base64" in error_of(answer)["message"]
+    assert answer.status_code == 413 and "that are no data URIs" in error_of(answer)["message"]
 
 
 def test_base64_of_many_megabytes_takes_no_seconds():
