@@ -3,6 +3,7 @@
 import io
 import struct
 import time
+import tracemalloc
 import warnings
 import zlib
 from contextlib import suppress
@@ -126,6 +127,16 @@ def test_bytes_that_a_decoder_leaves_take_linear_time():
     with pytest.raises(ImageError, match="damaged or truncated"):
         load_image(data)
     assert time.process_time() - start < 3  # copied for each 64 KiB they take 12 s
+
+
+def test_a_long_text_is_not_read_as_exif():
+    text = b"\nexif\n    4\n" + b"00\n" * 5_000_000
+    data = png_with(png_chunk(b"tEXt", b"Raw profile type exif\0" + text))
+    tracemalloc.start()
+    assert load_image(data).size == (8, 8)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 100_000_000  # split into lines it takes 400 MB
 
 
 def test_as_many_scans_as_are_accepted_are_decoded():
