@@ -42,7 +42,7 @@ class LengthLimit:
         self._check_tokens(len(prompt) + num_extra_tokens, room)
 
     def check_characters(self, number: int, num_extra_tokens: int = 0, room: int = 1) -> None:
-        """The same for a text of so many characters."""
+        """Raise PromptTooLong as `check` does, given the number of characters of a text instead of the text."""
         self._check_tokens(-(-number // self.max_token_length) + num_extra_tokens, room)
 
     def _check_tokens(self, num_tokens: int, room: int) -> None:

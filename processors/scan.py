@@ -71,10 +71,10 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
 
-    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image or whose strips share their
-    bytes, each decoded anew, HEIF and AVIF whose frames are larger than declared or whose metadata is copied when it is
-    opened, lossless WebP, each of whose blocks may have large tables of its own, bitmaps with jumps in their run
-    lengths, and what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
+    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image or whose strips all refer to the
+    same bytes, HEIF and AVIF whose frames are larger than declared or whose metadata is copied when it is opened,
+    lossless WebP, which may have large Huffman tables for every block, bitmaps with jumps in their run lengths, and
+    what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
     is_large = data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)

@@ -1,7 +1,7 @@
 """The files of gradio's page, compressed once. Pure ASGI.
 
-Gradio's own middleware compresses each response anew, in the event loop: tens of milliseconds for each MB, and seconds
-for a text of random letters. It leaves alone what has an encoding.
+Gradio's middleware compresses every response in the event loop: tens of milliseconds per MB, and seconds for a text of
+random letters. It does not touch a response that has an encoding.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Of files that gradio comes with. No name has several paths here, so that each file is kept once.
+# Paths of gradio's files. Each file has one path that matches, so it is kept once.
 _FILES = re.compile(r".*/(?:assets|static)(?:/\w[\w.-]*)+\.(?:js|css|svg|json)", re.ASCII)
-MAX_BYTES = 64 * 1024 * 1024  # compressed, of all files; those of gradio 6 have 6 MB
+MAX_BYTES = 64 * 1024 * 1024  # compressed, of all files; gradio 6 has 6 MB of them
 LEVEL = 6  # of gzip: 9 takes longer for a percent
 
 

@@ -148,7 +148,7 @@ class DemoRouteFilter:
         self._sessions.sweep_regularly()
         clean_headers(scope)
         route = scope["path"].partition(API)[2]
-        num_bytes = 0 if scope["method"] in ("GET", "HEAD", "OPTIONS") else content_length(scope)
+        num_bytes = content_length(scope) if scope["method"] == "POST" else 0
         if (refusal := self._refusal(scope, route, num_bytes)) is not None:
             return await refusal(scope, receive, send)
         value = _query(scope, QUERIES[route]) if route in QUERIES else ""

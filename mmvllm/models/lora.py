@@ -61,8 +61,8 @@ Target = tuple[str, int | None]  # a parameter, and the part of it, as in `Model
 def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
     """The matrices of an adapter by the names of the modules that PEFT adapted; raises ValueError for others' formats.
 
-    They have no values (device "meta"), which `place_adapter` reads once it is known that they are for the model. The
-    files are those of https://huggingface.co/docs/peft/developer_guides/checkpoint.
+    The tensors are on the meta device; `place_adapter` reads their values after it has checked that they fit the model.
+    The file format is https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
     folder = Path(folder)
     config = _read_config(folder)

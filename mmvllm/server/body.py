@@ -121,7 +121,7 @@ def _fields_of(model: type[BaseModel]) -> frozenset[str]:
 def parse(body: bytes) -> Any:
     """Parse a body; raises ApiError for JSON that is invalid, too deeply nested, ambiguous or slow to parse.
 
-    A large one may have images and videos in base64, and little else.
+    Apart from data URIs, a body may have at most `MAX_TEXT_BYTES`.
     """
     body, strings = set_aside(body) if len(body) > MAX_TEXT_BYTES else (body, {})
     if body.count(b",") > MAX_COMMAS:

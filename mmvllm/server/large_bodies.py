@@ -1,7 +1,7 @@
 """Bodies that are large because of images and videos: their data URIs are set aside before the rest is parsed.
 
-All else has a limit of its own: as text, a body may take eighteen times its size, and seconds in single calls that no
-other thread can interrupt.
+The rest has a separate size limit, because text may take eighteen times its size in memory once it is parsed, and is
+processed by single C calls that hold the interpreter lock for seconds.
 """
 
 import re
@@ -10,8 +10,9 @@ import string
 from typing import Any
 
 from mmvllm.server.errors import ApiError
+from mmvllm.server.settings import BODY_BYTES
 
-MAX_TEXT_BYTES = 32 * 1024 * 1024  # of a body without data URIs
+MAX_TEXT_BYTES = BODY_BYTES  # of a body without its data URIs
 MAX_QUOTES = 4_000_000  # as many strings as the items of a body may have
 MIN_LENGTH = 1024  # of a string that is set aside
 

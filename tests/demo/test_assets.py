@@ -1,4 +1,4 @@
-"""The files of gradio's page and those of visitors: what is compressed, and who waits for it."""
+"""Gradio's own files are compressed once, uploaded files never."""
 
 import asyncio
 import gzip

@@ -171,7 +171,7 @@ def test_a_slow_host_does_not_delay_images_from_others():
         ends = ("/{}", ":81/{}", "?{}", "#{}", ":81?{}")
         urls = [f"http://{login}SLOW.example{end.format(i)}" for i in range(4) for login in ("", "a@") for end in ends]
         await run(urls, [Request() for _ in range(9)])
-        await run([f"http://slow{i}.example/a" for i in range(16)], [Request()])  # a request with names of its own
+        await run([f"http://slow{i}.example/a" for i in range(16)], [Request()])  # one request, many host names
 
     asyncio.run(run_all())
 
