@@ -22,6 +22,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_ADDRESSES = 4  # per host, tried one after the other
 SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # of a body
+MAX_HEAD_BYTES = 256 * 1024  # until the head of the response is read, interim responses (103 and others) included
 
 # Not the event loop's own threads, which data URIs need: a name server that does not answer holds these for seconds.
 _RESOLVERS = ThreadPoolExecutor(32, thread_name_prefix="mmvllm-resolve")
@@ -175,6 +176,7 @@ async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind) -> bytes | s
             return fields[b"location"]
         if response.status != 200:
             raise MediaError(f"its host answered with status {response.status}")
+        response.extensions["network_stream"].is_head_read = True
         return await _body(fields, response.aiter_stream(), policy, kind)
 
 
@@ -206,6 +208,35 @@ def _tls() -> SSLContext:
     return httpcore2.default_ssl_context()
 
 
+class _LimitedHead(httpcore2.AsyncNetworkStream):
+    """A connection that ends after `MAX_HEAD_BYTES` if the head of the response is not complete by then.
+
+    The HTTP client limits the size of each interim response, but not their number.
+    """
+
+    def __init__(self, stream: httpcore2.AsyncNetworkStream):
+        self._stream, self._num_read, self.is_head_read = stream, 0, False
+
+    async def read(self, max_bytes, timeout=None):
+        data = await self._stream.read(max_bytes, timeout)
+        self._num_read += len(data)
+        if self._num_read > MAX_HEAD_BYTES and not self.is_head_read:
+            raise MediaError(f"its host sends more than {MAX_HEAD_BYTES} bytes before the response")
+        return data
+
+    async def write(self, buffer, timeout=None):
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self):
+        await self._stream.aclose()
+
+    async def start_tls(self, ssl_context, server_hostname=None, timeout=None):
+        return _LimitedHead(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info):
+        return self._stream.get_extra_info(info)
+
+
 class _CheckedBackend(httpcore2.AnyIOBackend):
     """Resolves a name once, checks the addresses and connects to them; TLS and the Host header use the name."""
 
@@ -221,7 +252,8 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
         share, failure = timeout / len(addresses), httpcore2.ConnectError()
         for address in addresses:
             try:
-                return await super().connect_tcp(address, port, share, local_address, socket_options)
+                stream = await super().connect_tcp(address, port, share, local_address, socket_options)
+                return _LimitedHead(stream)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
                 failure = error
         raise failure

@@ -1,11 +1,14 @@
 """Runs the application in uvicorn, with a graceful shutdown."""
 
 import asyncio
+import errno
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +19,9 @@ from mmvllm.server.connection import TimeLimitedProtocol
 KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection
 SEND_SECONDS = 5.0  # for sending the responses of requests that have ended
 SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
+FULL_SECONDS = 60.0  # between warnings that no connection can be accepted
+
+logger = logging.getLogger(__name__)
 
 
 class GracefulServer(uvicorn.Server):
@@ -25,12 +31,22 @@ class GracefulServer(uvicorn.Server):
         super().__init__(config)
         self._engine, self._drain_seconds, self._on_ready = engine, drain_seconds, on_ready
         self._forced = asyncio.Event()
+        self._next_warning = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._report)
         host, port = sockets[0].getsockname()[:2]
         self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Warn once a minute that no file can be opened: asyncio reports each failed `accept`, thousands a second."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + FULL_SECONDS
+            logger.warning("too many open files: new connections wait; raise the limit (ulimit -n) or close some")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

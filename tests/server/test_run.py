@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -63,6 +64,26 @@ def test_requests_in_flight_are_finished_before_shutdown(own_engine, streams):
         with pytest.raises(ConnectionRefusedError):
             running.connect()
     assert own_engine.health().status == "stopped"
+
+
+@pytest.mark.spawns
+def test_connections_that_cannot_be_accepted_are_reported_once(own_engine, caplog, monkeypatch):
+    """The event loop tries each of them again and again."""
+    with serving(own_engine) as running:
+        accept, is_full = socket.socket.accept, True
+
+        def accept_if_room(listener):
+            if is_full:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", accept_if_room)
+        with running.connect() as waiting:
+            waiting.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            wait_for(lambda: caplog.records)
+            is_full = False
+            assert receive_all(waiting).startswith(b"HTTP/1.1 200")
+    assert [record.message[:20] for record in caplog.records] == ["too many open files:"]
 
 
 @pytest.mark.spawns
