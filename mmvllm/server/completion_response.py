@@ -20,7 +20,7 @@ from mmvllm.server.disconnects import ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.metrics import Metrics
-from mmvllm.server.request_log import RequestLog, RequestRecord
+from mmvllm.server.request_log import CLIENT_DISCONNECTED, RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream, event_text
@@ -59,9 +59,9 @@ class CompletionResponse(Response):
         try:
             await while_connected(receive, work(send))
         except ClientDisconnected:
-            self._record.is_disconnected = True
+            self._record.status = CLIENT_DISCONNECTED
         except Exception as error:
-            self._record.error = error if isinstance(error, ApiError) else internal_error()
+            self._record.fail(error if isinstance(error, ApiError) else internal_error())
             raise
         finally:
             self._log.write(self._record)
@@ -104,7 +104,7 @@ class CompletionResponse(Response):
             except ApiError as error:
                 if not events.is_open:
                     raise
-                self._record.error = error
+                self._record.fail(error)
                 await events.data(self._job.builder.error_chunk(error))
             except Exception:
                 if events.is_open:

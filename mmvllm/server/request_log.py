@@ -29,14 +29,20 @@ class RequestRecord:
     trace_headers: dict[str, str] | None
     begin: float = field(default_factory=time.perf_counter)
     outputs: list[RequestOutput] = field(default_factory=list)
-    error: ApiError | None = None
-    is_disconnected: bool = False
+    status: int = 200
+    error: str | None = (
+        None  # its code; the error itself would keep the frames of its traceback, and with them the body
+    )
 
     @property
     def completions(self) -> list[CompletionOutput]:
         """Those of all prompts; embeddings have none."""
         outputs = self.outputs if self.job.pooling is None else ()
         return [one for output in outputs for one in output.completions]
+
+    def fail(self, error: ApiError) -> None:
+        """Note how the request was refused, or what happened to it."""
+        self.status, self.error = error.status_code, error.code or "invalid_request"
 
     def forget_logprobs(self) -> None:
         """Drop log-probabilities once a response has them: it may wait for a slow client, and they take more memory."""
@@ -69,20 +75,19 @@ class RequestLog:
 
 
 def _facts(record: RequestRecord) -> dict[str, Any]:
-    job, outputs, error = record.job, record.outputs, record.error
-    status = CLIENT_DISCONNECTED if record.is_disconnected else 200 if error is None else error.status_code
+    job = record.job
     facts = {
         "request_id": record.request_id,
         "id": job.builder.id,
         "model": job.builder.model,
-        "status": status,
-        "error": None if error is None else error.code or "invalid_request",
+        "status": record.status,
+        "error": record.error,
         "finish_reasons": [one.finish_reason for one in record.completions],
         "stream": job.streams,
         "images": job.num_images,
         "videos": job.num_videos,
     }
-    return facts | _tokens(outputs) | _seconds(record) | _trace(record.trace_headers)
+    return facts | _tokens(record.outputs) | _seconds(record) | _trace(record.trace_headers)
 
 
 def _tokens(outputs: Sequence[RequestOutput]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Timeouts, full queues, device errors, and unexpected exceptions."""
 
 import asyncio
+import gc
 import json
 import threading
 
@@ -9,6 +10,8 @@ import pytest
 from mmvllm.errors import EngineStopped, EngineUnavailable
 from mmvllm.server import jobs, sse
 from mmvllm.server.errors import from_engine
+from mmvllm.server.jobs import CompletionJob
+from mmvllm.server.protocol import ChatRequest
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -26,6 +29,7 @@ from tests.helpers.server import (
     receive_all,
     receive_until,
     serving,
+    video_part,
     wait_for,
 )
 
@@ -77,6 +81,29 @@ def test_more_prompts_than_the_capacity_are_a_400(engine, monkeypatch):
     answer = call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b", "c"]))
     assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
     assert "3 prompts, at most 2 are accepted" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("broken", ["image", "video", "prompt", "sampling"])
+def test_what_a_refused_request_held_is_freed_at_once(engine, broken, streams):
+    """Its body may be large, and a garbage collection may be far."""
+    contents = {
+        "image": image_part(data_uri(b"no image")),
+        "video": video_part("data:video/mp4;base64,AAAA"),
+        "prompt": "Hello " * 20_000,
+    }
+    body = chat(contents.get(broken, "Hello"), stream=streams)
+    if broken == "sampling":
+        body["allowed_token_ids"] = [10**6]
+    app = make_app(engine)
+    gc.collect()
+    gc.disable()
+    try:
+        assert call(app, "POST", CHAT, json=body).status_code == 400
+        # A thread may be about to end.
+        wait_for(lambda: not any(isinstance(one, (ChatRequest, CompletionJob)) for one in gc.get_objects()))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("streams", [False, True])
