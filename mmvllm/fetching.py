@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import urllib.parse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -20,8 +21,12 @@ _ON_WINDOWS = os.name == "nt"
 _HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
-async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
+async def fetch(
+    url: str, policy: MediaPolicy, kind: Kind = "image", count: Callable[[int], None] = lambda num_bytes: None
+) -> bytes:
     """Fetch the encoded image or video behind an http(s), data or file URL, as far as its size is allowed.
+
+    `count` is called with the number of bytes as they arrive, maybe by another thread; what it raises ends the fetch.
 
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
@@ -29,7 +34,7 @@ async def fetch(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
         raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
     try:
         async with asyncio.timeout(policy.total_timeout):
-            return await _fetch(url, policy, kind)
+            return await _fetch(url, policy, kind, count)
     except MediaError as error:
         raise error.after(f"{_shown(url)}: ") from None
     except TimeoutError:
@@ -40,24 +45,27 @@ def _scheme(url: str) -> str:
     return url[:10].partition(":")[0].lower()
 
 
-async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
+async def _fetch(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
     match _scheme(url):
         case "http" | "https":
-            return await _fetch_http(url, policy, kind)
+            return await _fetch_http(url, policy, kind, count)
         case "data":
-            return await asyncio.to_thread(_read_data, url, policy, kind)
+            data = await asyncio.to_thread(_read_data, url, policy, kind)
         case "file":
-            return await asyncio.to_thread(_read_allowed, url, policy, kind)
-    accepted = f"an http(s):// URL, or base64 as data:{_EXAMPLES[kind]};base64,<data>"
-    raise MediaError(f"not a URL of {with_article(kind)}; give {accepted}")
+            data = await asyncio.to_thread(_read_allowed, url, policy, kind)
+        case _:
+            accepted = f"an http(s):// URL, or base64 as data:{_EXAMPLES[kind]};base64,<data>"
+            raise MediaError(f"not a URL of {with_article(kind)}; give {accepted}")
+    count(len(data))
+    return data
 
 
-async def _fetch_http(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
+async def _fetch_http(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
     if not policy.allowed_domains:
         raise MediaError(f"this server fetches no URLs; send the {kind} as a data: URI", "allowed_domains")
     from mmvllm.http_fetching import fetch_http  # needs an optional package, the HTTP client
 
-    return await fetch_http(url, policy, kind)
+    return await fetch_http(url, policy, kind, count)
 
 
 def _read_data(uri: str, policy: MediaPolicy, kind: Kind) -> bytes:

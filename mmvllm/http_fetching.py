@@ -4,12 +4,13 @@ The host name and the addresses of every redirect are checked, and the connectio
 """
 
 import asyncio
+import io
 import ipaddress
 import re
 import socket
 import threading
 import urllib.parse
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from ssl import SSLContext
@@ -66,14 +67,14 @@ async def look_up(host: str, port: int) -> list[tuple]:
     return await asyncio.get_running_loop().run_in_executor(_RESOLVERS, find)
 
 
-async def fetch_http(url: str, policy: MediaPolicy, kind: Kind = "image") -> bytes:
-    """Fetch the body behind an http(s) URL, in an event loop of another thread.
+async def fetch_http(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
+    """Fetch the body behind an http(s) URL, in an event loop of another thread, which calls `count`.
 
     A host that sends tiny chunks, or one interim response after the other, keeps the loop that reads them busy.
 
     Raises MediaError with the reason, which never reveals the target of a redirect or the address of a host.
     """
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_fetch(url, policy, kind), _loop()))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_fetch(url, policy, kind, count), _loop()))
 
 
 @cache
@@ -83,11 +84,11 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _fetch(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
+async def _fetch(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
     prefix = ""
     for _ in range(policy.max_redirects + 1):
         try:
-            response = await _get(_parse(url, policy), policy, kind)
+            response = await _get(_parse(url, policy), policy, kind, count)
             if isinstance(response, bytes):
                 return response
             url, prefix = _joined(url, response), "after a redirect: "
@@ -156,7 +157,7 @@ def _matches(host: str, domain: str) -> bool:
     return domain == "*" or host == domain.lower()
 
 
-async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind) -> bytes | str:
+async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes | str:
     """Return the body, or the location of a redirect as a string."""
     host = f"[{url.host.decode()}]" if b":" in url.host else url.host.decode()
     headers = {
@@ -177,23 +178,30 @@ async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind) -> bytes | s
         if response.status != 200:
             raise MediaError(f"its host answered with status {response.status}")
         response.extensions["network_stream"].is_head_read = True
-        return await _body(fields, response.aiter_stream(), policy, kind)
+        return await _body(fields, response.aiter_stream(), policy, kind, count)
 
 
-async def _body(fields: dict[bytes, str], chunks: AsyncIterable[bytes], policy: MediaPolicy, kind: Kind) -> bytes:
+async def _body(
+    fields: dict[bytes, str],
+    chunks: AsyncIterable[bytes],
+    policy: MediaPolicy,
+    kind: Kind,
+    count: Callable[[int], None],
+) -> bytes:
     if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
         raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
     if int(fields.get(b"content-length", 0)) > policy.most_bytes(kind):
         raise policy.too_large(kind)
-    body, num_small = bytearray(), 0
+    body, num_small = io.BytesIO(), 0  # which gives its bytes without a copy, as a bytearray would not
     async for chunk in chunks:
-        body += chunk
+        count(len(chunk))
+        body.write(chunk)
         num_small += len(chunk) < SMALL_CHUNK_BYTES
         if num_small > MAX_SMALL_CHUNKS:
             raise MediaError(f"comes in more than {MAX_SMALL_CHUNKS} chunks of less than {SMALL_CHUNK_BYTES} bytes")
-        if len(body) > policy.most_bytes(kind):
+        if body.tell() > policy.most_bytes(kind):
             raise policy.too_large(kind)
-    return bytes(body)
+    return body.getvalue()
 
 
 def _joined(url: str, location: str) -> str:

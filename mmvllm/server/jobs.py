@@ -62,8 +62,7 @@ _BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would make 
 # Fields whose schemas and grammars are looked into.
 _COSTLY = (*StructuredFields.model_fields, "tools", "functions", "text")
 MAX_LOGPROBS_OF_CANDIDATES = 2**21  # of a request: 0.3 GB
-MAX_FETCHES = 16
-MAX_VIDEO_FETCHES = 4  # what they hold counts in the byte budget once it is complete
+MAX_FETCHES, MAX_VIDEO_FETCHES = 16, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,11 +456,9 @@ class JobFactory:
         turns = self._fetches if kind == "image" else self._video_fetches
         async with nullcontext() if is_inline else turns.turn(url, reservation):
             try:
-                data = await fetch(url, self._settings.media, kind)
+                return await fetch(url, self._settings.media, kind, reservation.take)
             except MediaError as error:
                 raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
-        reservation.take(len(data))
-        return data
 
 
 class FetchTurns:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class ByteBudget:
     def __init__(self, capacity: int):
         self._capacity, self._num_reserved = capacity, 0
         self._num_small = 0  # further bytes
+        self._lock = threading.RLock()  # images and videos are fetched by another thread
 
     @contextmanager
     def reservation(self) -> "Iterator[ByteReservation]":
@@ -43,11 +45,18 @@ class ByteBudget:
         try:
             yield reservation
         finally:
-            self._num_reserved -= reservation.num_bytes
-            self._num_small -= reservation.num_small
+            with self._lock:
+                reservation.is_released = True
+                self._num_reserved -= reservation.num_bytes
+                self._num_small -= reservation.num_small
 
     def take(self, reservation: "ByteReservation", num_bytes: int) -> None:
         """Reserve bytes for a request; raises ApiError if there are not as many left."""
+        with self._lock:
+            if not reservation.is_released:  # a fetch may end a little later than its request
+                self._take(reservation, num_bytes)
+
+    def _take(self, reservation: "ByteReservation", num_bytes: int) -> None:
         is_small = reservation.num_bytes + reservation.num_small + num_bytes <= self._capacity // SMALL_SHARE
         if self._num_reserved + num_bytes <= self._capacity:
             self.hold(reservation, num_bytes)
@@ -60,8 +69,9 @@ class ByteBudget:
 
     def hold(self, reservation: "ByteReservation", num_bytes: int) -> None:
         """Count bytes of a request, however many there are."""
-        reservation.num_bytes += num_bytes
-        self._num_reserved += num_bytes
+        with self._lock:
+            reservation.num_bytes += num_bytes
+            self._num_reserved += num_bytes
 
 
 class ByteReservation:
@@ -70,6 +80,7 @@ class ByteReservation:
     def __init__(self, budget: ByteBudget):
         self._budget, self.num_bytes, self.num_small = budget, 0, 0
         self.client: int | None = None
+        self.is_released = False
 
     def take(self, num_bytes: int) -> None:
         """Reserve more bytes; raises ApiError if the budget does not have as many left."""

@@ -136,10 +136,10 @@ def fetch_from(
     path: str = "/a.png",
     host: str = "127.0.0.1",
     scheme: str = "http",
-    kind: Kind = "image",
+    **options,
 ) -> bytes:
     async def main():
         async with site.running() as port:
-            return await fetch_media(f"{scheme}://{host}:{port}{path}", policy, kind)
+            return await fetch_media(f"{scheme}://{host}:{port}{path}", policy, **options)
 
     return asyncio.run(main())

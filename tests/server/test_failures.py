@@ -83,6 +83,7 @@ def test_more_prompts_than_the_capacity_are_a_400(engine, monkeypatch):
     assert "3 prompts, at most 2 are accepted" in error_of(answer)["message"]
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("broken", ["image", "video", "prompt", "sampling"])
 def test_what_a_refused_request_held_is_freed_at_once(engine, broken, streams):

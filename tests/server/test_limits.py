@@ -203,6 +203,15 @@ def test_bytes_reserved_by_the_app_count_until_the_request_ends():
     run(make_middleware(app, budget), Exchange(b"a" * 50))
 
 
+def test_bytes_that_arrive_after_the_end_of_their_request_do_not_count():
+    budget = ByteBudget(100)
+    with budget.reservation() as ended:
+        ended.take(60)
+    ended.take(60)  # by the thread of a fetch
+    with budget.reservation() as next:
+        next.take(100)
+
+
 @pytest.mark.parametrize(
     ("header", "status"),
     [
