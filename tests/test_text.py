@@ -42,6 +42,7 @@ def test_files_of_a_checkpoint_have_a_largest_size(name, mebibyte, tmp_path):
     [
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
         *("merges.txt", "chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.model"),
+        *("spiece.model", "vocab.txt", "source.spm", "tekken.json"),
     ],
 )
 def test_files_of_a_tokenizer_have_a_largest_size(name, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import is_media_name
+from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.errors import ArgumentError
 
 MODES = ("prepend", "append")
@@ -37,16 +38,17 @@ def check_context(suffix: str | None, mode: str) -> None:
         raise ArgumentError("{context_from} is {suffix!r}: context is read from text files only", suffix=suffix)
 
 
-def read_context(item: Item, suffix: str) -> str:
+def read_context(item: Item, suffix: str, timeouts: Timeouts) -> str:
     """The text in the file with this suffix beside an image; "" without one, or if the image is not a file of its own.
 
-    Raises ValueError for a file that cannot be read as UTF-8 text of at most `MAX_BYTES`.
+    Raises ValueError for a file that cannot be read, in the time that its image may take, as UTF-8 text of at most
+    `MAX_BYTES`.
     """
     if item.file is None:
         return ""
     path = item.file.with_suffix(suffix)
     try:
-        return _read(path).decode("utf-8-sig").strip()
+        return timeouts.load(item, lambda limit: _read(path)).decode("utf-8-sig").strip()
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
@@ -59,6 +61,10 @@ def _read(path: Path) -> bytes:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):  # reading from others might block or never end
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe")
-    if status.st_size > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, more than {MAX_BYTES}")
-    return path.read_bytes()
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)  # and not the size that the system tells: 0 for what it makes itself
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has {max(status.st_size, len(data))} bytes, more than {MAX_BYTES}")
+    if b"\0" in data:
+        raise OSError(errno.EINVAL, "it has null characters, as no text has")
+    return data

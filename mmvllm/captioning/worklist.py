@@ -111,7 +111,8 @@ class Worklist:
         if suffix is None or item.error is not None or item.context is not None:
             return task
         try:
-            return dataclasses.replace(task, item=dataclasses.replace(item, beside=read_context(item, suffix)))
+            beside = read_context(item, suffix, self._loader.timeouts)
+            return dataclasses.replace(task, item=dataclasses.replace(item, beside=beside))
         except ValueError as error:
             return _failed(item, task.key, error)
 

@@ -68,6 +68,9 @@ class CompressedFiles:
         body = await asyncio.to_thread(gzip.compress, whole, LEVEL)
         headers = MutableHeaders(raw=start["headers"])
         headers["content-encoding"], headers["content-length"] = "gzip", str(len(body))
+        if "etag" in headers:  # of the bytes that are not compressed, parts of which do not fit to these
+            headers["etag"] = f"W/{headers['etag'].removeprefix('W/')}"
+        del headers["accept-ranges"]
         headers.add_vary_header("accept-encoding")
         made = [start, {"type": "http.response.body", "body": body}]
         if self._num_bytes + len(body) <= MAX_BYTES:

@@ -217,16 +217,13 @@ class DemoRouteFilter:
         return f"Too much for one question; at most {images} and {videos} go into it"
 
     async def _post(self, route: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-        if num_bytes > SMALL_EVENT_BYTES and self._arriving + num_bytes > MAX_EVENT_BYTES:
-            return await PlainTextResponse("The page is busy; try again later", 503)(scope, receive, send)
-        self._arriving += num_bytes
         try:
             async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
-                body = await Request(scope, receive).body()
+                body = await self._body(num_bytes, Request(scope, receive))
         except TimeoutError:
             return await _late("The request took too long to arrive; try again")(scope, receive, send)
-        finally:
-            self._arriving -= num_bytes
+        if body is None:
+            return await PlainTextResponse("The page is busy; try again later", 503)(scope, receive, send)
         pieces = [body]
 
         async def replay() -> Message:
@@ -239,6 +236,19 @@ class DemoRouteFilter:
         if route == JOIN:
             return await self._joins.respond(self.app, scope, replay, send)
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
+
+    async def _body(self, num_bytes: int, request: Request) -> bytes | None:
+        """The body, of a size that is announced; None for a large one while too many bytes are arriving."""
+        body = bytearray()
+        try:
+            async for piece in request.stream():
+                body += piece
+                self._arriving += len(piece)  # and not what is only announced, which would cost a client nothing
+                if num_bytes > SMALL_EVENT_BYTES and self._arriving > MAX_EVENT_BYTES:
+                    return None
+            return bytes(body)
+        finally:
+            self._arriving -= len(body)
 
     async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
         """The results of a session's events; gradio's response of one that it does not know would never be complete."""

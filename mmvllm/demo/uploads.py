@@ -26,7 +26,8 @@ MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_HELD = 500  # files of one session: of its conversation, and of drafts since its last answer
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
 PATIENCE_SECONDS = 5.0  # until an upload may be ended because others need its place
-AHEAD_BYTES = 32 * 2**20  # of an upload, which are reserved before they arrive
+# Of an upload, reserved before they arrive: at first, and at most. In between as many as have arrived.
+FIRST_BYTES, AHEAD_BYTES = 2**20, 32 * 2**20
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
 STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
@@ -56,14 +57,14 @@ class Incoming:
             self.timeout.reschedule(0)
 
     def reserve(self, num_received: int) -> bool:
-        """Reserve the next `AHEAD_BYTES` once more has arrived than is reserved; return whether that was so.
+        """Reserve further bytes once more has arrived than is reserved; return whether that was so.
 
-        Slow uploads would fill the folder if the announced size were reserved at once.
+        Slow uploads would fill the folder if the announced size, or as much for each, were reserved at once.
         """
         self.num_received = num_received
         if num_received <= self.num_reserved:
             return False
-        self.num_reserved = min(self.num_bytes, num_received + AHEAD_BYTES)
+        self.num_reserved = min(self.num_bytes, num_received + min(max(num_received, FIRST_BYTES), AHEAD_BYTES))
         return True
 
 
@@ -133,8 +134,8 @@ class Uploads:
 
     @contextmanager
     def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[Incoming]:
-        """Count an upload as incoming, with space for its first `AHEAD_BYTES`; its files count when they begin."""
-        upload = Incoming(num_bytes, parts, num_reserved=min(num_bytes, AHEAD_BYTES))
+        """Count an upload as incoming, with space for its first bytes; its files count when they begin."""
+        upload = Incoming(num_bytes, parts, num_reserved=min(num_bytes, FIRST_BYTES))
         self._incoming.append(upload)
         try:
             yield upload

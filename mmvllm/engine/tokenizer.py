@@ -13,8 +13,11 @@ from mmvllm.patterns import PatternError, check_repeats_no_choice
 from mmvllm.processors.special_tokens import splitting
 from mmvllm.text import beginning_of, check_file_size, load_json, printable, read_text
 
-# What transformers reads whole.
-FILES = ("*token*", "vocab.json", "merges.txt", "config.json", "chat_template*", "additional_chat_templates/*")
+# What transformers reads whole, of tokenizers of any class.
+FILES = (
+    *("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json", "config.json"),
+    *("chat_template*", "additional_chat_templates/*"),
+)
 MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
 
 

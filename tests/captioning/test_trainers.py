@@ -3,13 +3,16 @@
 import json
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import CaptionSettings, caption_images
-from mmvllm.captioning.context import MAX_BYTES
+from mmvllm.captioning import CaptionSettings, caption_images, context
+from mmvllm.captioning.context import MAX_BYTES, read_context
+from mmvllm.captioning.items import Item
+from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.captioning.worklist import Selection
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import records
@@ -164,6 +167,25 @@ def test_a_text_that_cannot_be_read_is_a_failure_that_can_be_retried(folder, llm
     (folder / "a.txt").write_text("fixed")
     made = run(folder, llm, retry_failed=True, **options)
     assert made["a"]["error"] is None and made["a"]["prompt"].startswith("Context: fixed")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs a file whose size the system does not tell")
+def test_a_text_that_the_system_makes_itself_is_limited_and_no_text(tmp_path):
+    image = Item("a.png", "a.png", str(tmp_path / "a.png"))
+    for target, reason in {"/proc/self/environ": "null characters", "/proc/self/smaps": "more than 65536"}.items():
+        (tmp_path / "a.txt").symlink_to(target)
+        with pytest.raises(ValueError, match=f"the context cannot be read .*{reason}"):
+            read_context(image, ".txt", DEFAULT_TIMEOUTS)
+        (tmp_path / "a.txt").unlink()
+
+
+def test_a_text_that_cannot_be_read_in_time_is_an_error(tmp_path, monkeypatch):
+    """Such as on a share that does not answer."""
+    is_over = threading.Event()
+    monkeypatch.setattr(context, "_read", lambda path: is_over.wait(20))
+    with pytest.raises(ValueError, match=r"took longer than 0\.05 s"):
+        read_context(Item("a.png", "a.png", str(tmp_path / "a.png")), ".txt", Timeouts(image=0.05))
+    is_over.set()
 
 
 def test_images_in_tars_have_no_context(folder, llm, tmp_path):

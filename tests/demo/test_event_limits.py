@@ -81,19 +81,35 @@ def test_large_bodies_are_refused_while_those_that_arrive_are_many_bytes(session
     async def run() -> None:
         leaving = asyncio.Event()
 
-        async def until_leaving():
-            await leaving.wait()
-            return {"type": "http.disconnect"}
+        def slow_after(num_bytes: int):
+            pieces = [b"x" * num_bytes]
 
-        async def at_once():
-            return {"type": "http.request", "body": b"{}"}
+            async def receive():
+                if pieces:
+                    return {"type": "http.request", "body": pieces.pop(), "more_body": True}
+                await leaving.wait()
+                return {"type": "http.disconnect"}
 
-        slow = [asyncio.create_task(status(100_000, until_leaving)) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert await status(100_000, at_once) == 503 and await status(100, at_once) == 400
+            return receive
+
+        async def start(number: int, num_bytes: int) -> list[asyncio.Task]:
+            tasks = [asyncio.create_task(status(100_000, slow_after(num_bytes))) for _ in range(number)]
+            await asyncio.sleep(0.01)
+            return tasks
+
+        def at_once(num_bytes: int):
+            async def receive():
+                return {"type": "http.request", "body": b"x" * num_bytes}
+
+            return receive
+
+        announced = await start(50, 1)
+        assert await status(100_000, at_once(100_000)) == 400  # and not 503: it is no event
+        slow = await start(2, 99_000)
+        assert await status(100_000, at_once(100_000)) == 503 and await status(100, at_once(100)) == 400
         leaving.set()
-        await asyncio.gather(*slow)
-        assert await status(100_000, at_once) == 400
+        await asyncio.gather(*announced, *slow)
+        assert await status(100_000, at_once(100_000)) == 400
 
     asyncio.run(run())
 

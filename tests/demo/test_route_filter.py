@@ -242,7 +242,8 @@ def test_a_body_of_unknown_length_is_refused(route_filter):
         assert status(route_filter, path, content_length=1, transfer_encoding="chunked") == 411
 
 
-def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path):
+def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path, monkeypatch):
+    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
     (tmp_path / "a.png").write_bytes(b"x" * 3 * MAX_BODY_BYTES)
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
@@ -257,8 +258,9 @@ def test_an_upload_is_no_larger_than_a_question(route_filter):
     assert text["body"] == f"Too much for one question; at most {limits} go into it".encode()
 
 
-def test_concurrent_uploads_share_the_space(route_filter):
+def test_concurrent_uploads_share_the_space(route_filter, monkeypatch):
     """Of two uploads of 3 MiB one is accepted, and reserves its space until it is complete."""
+    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
     may_end, seen = asyncio.Event(), []
 
     async def slow(scope, receive, send):
@@ -282,6 +284,7 @@ def test_concurrent_uploads_share_the_space(route_filter):
 
 
 def test_a_slow_upload_holds_little_space_before_it_arrives(route_filter, monkeypatch):
+    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 1000)
     monkeypatch.setattr(uploads_module, "AHEAD_BYTES", 1000)
     route_filter.app, size = reading, 3 * MAX_BODY_BYTES
 

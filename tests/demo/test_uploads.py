@@ -160,6 +160,15 @@ def test_the_number_of_bytes_is_limited(uploads, monkeypatch):
     assert has_room(uploads, (6, 1), (7, 1)) and not has_room(uploads, (6, 1), (8, 1))
 
 
+def test_slow_uploads_reserve_little_more_than_has_arrived(uploads, monkeypatch):
+    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 10)
+    monkeypatch.setattr(uploads_module, "AHEAD_BYTES", 100)
+    with uploads.incoming(1000, parts_of(1)) as incoming:
+        reserved = [(num, incoming.reserve(num), incoming.num_reserved) for num in (1, 10, 11, 22, 23, 500, 950, 1000)]
+    assert [number for number, is_further, _ in reserved if is_further] == [11, 23, 500, 950]
+    assert [number for *_, number in reserved] == [10, 10, 22, 22, 46, 600, 1000, 1000]
+
+
 def test_the_number_of_files_is_limited(uploads, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_FILES", 5)
     upload(uploads, "a.png")
