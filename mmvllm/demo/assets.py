@@ -68,7 +68,7 @@ class CompressedFiles:
         body = await asyncio.to_thread(gzip.compress, whole, LEVEL)
         headers = MutableHeaders(raw=start["headers"])
         headers["content-encoding"], headers["content-length"] = "gzip", str(len(body))
-        if "etag" in headers:  # of the bytes that are not compressed, parts of which do not fit to these
+        if "etag" in headers:  # it names the bytes before compression, whose ranges are not those of these
             headers["etag"] = f"W/{headers['etag'].removeprefix('W/')}"
         del headers["accept-ranges"]
         headers.add_vary_header("accept-encoding")

@@ -12,6 +12,8 @@ from mmvllm.demo.uploads import MAX_PATH_LENGTH
 
 MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # of JSON, outside strings; the page's largest events have half as many
+# Python reads and writes a number in the square of its digits; the largest float has 309 of them.
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{400}")
 # To the end where a string is not closed, so that each is looked at once.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -43,11 +45,12 @@ def is_logged_in(scope: Scope) -> bool:
 
 
 def is_simple(body: bytes) -> bool:
-    """Whether JSON has so few lists, objects and items that parsing them keeps no one waiting."""
+    """Whether JSON has so few lists, objects and items, and such short numbers, that to parse it takes little time."""
     if b"\0" in body:  # of UTF-16, whose bytes mean something else
         return False
     rest = _STRINGS.sub(b"", body)
-    return rest.count(b"[") + rest.count(b"{") <= MAX_BRACKETS and rest.count(b",") <= MAX_COMMAS
+    num_brackets = rest.count(b"[") + rest.count(b"{")
+    return num_brackets <= MAX_BRACKETS and rest.count(b",") <= MAX_COMMAS and not _LONG_NUMBER.search(rest)
 
 
 def is_too_long(path: str) -> bool:

@@ -55,6 +55,10 @@ class _NothingKept(set):
         pass
 
 
+def _keep_no_value(key: int, value: Any) -> None:
+    """In place of gradio's, which keeps the last value of each component, however large, for links to a state."""
+
+
 class Page(gr.Blocks):
     """Blocks that accept only uploaded files, and keep nothing of a session that was removed.
 
@@ -163,6 +167,8 @@ class Page(gr.Blocks):
         super().close(verbose)
 
     async def process_api(self, *args: Any, event_data: gr.EventData | None = None, **kwargs: Any) -> dict[str, Any]:
+        if (state := kwargs.get("state")) is not None:
+            state._update_value_in_config = _keep_no_value
         if kwargs.get("iterator") is None:  # not again at each step of an answer
             if event_data is not None:
                 self._check_files(event_data._data)

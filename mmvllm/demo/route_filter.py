@@ -133,8 +133,9 @@ class DemoRouteFilter:
         self._events, self._results = events, results
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
-        self._files, self._pages, self._joins = CompressedFiles(), Turns(), Turns()
-        self._arriving = 0  # bytes of bodies, but for uploads
+        self._files, self._pages = CompressedFiles(), Turns()
+        self._joins, self._large_joins = Turns(), Turns()  # so that small events wait for no large ones
+        self._num_held = 0  # bytes of bodies, but for uploads, until gradio has queued or handled them
         self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # of results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
         sessions.end_responses = self._end_responses
@@ -217,38 +218,47 @@ class DemoRouteFilter:
         return f"Too much for one question; at most {images} and {videos} go into it"
 
     async def _post(self, route: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
+        num_held = 0
+
+        async def read() -> bytes | None:
+            """The body; None for a large one while too many bytes are held."""
+            nonlocal num_held
+            body = bytearray()
+            async for piece in Request(scope, receive).stream():
+                body += piece
+                num_held += len(piece)  # and not what is only announced, which would cost a client nothing
+                self._num_held += len(piece)
+                if num_bytes > SMALL_EVENT_BYTES and self._num_held > MAX_EVENT_BYTES:
+                    return None
+            return bytes(body)
+
         try:
             async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
-                body = await self._body(num_bytes, Request(scope, receive))
+                body = await read()
+            if body is not None:
+                return await self._handle(route, body, scope, receive, send)
+            refusal = PlainTextResponse("The page is busy; try again later", 503)
         except TimeoutError:
-            return await _late("The request took too long to arrive; try again")(scope, receive, send)
-        if body is None:
-            return await PlainTextResponse("The page is busy; try again later", 503)(scope, receive, send)
+            refusal = _late("The request took too long to arrive; try again")
+        finally:
+            self._num_held -= num_held
+        await refusal(scope, receive, send)
+
+    async def _handle(self, route: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = [body]
 
         async def replay() -> Message:
             return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
 
-        async with self._joins.lock if len(body) > SMALL_BODY else nullcontext():
+        is_large = len(body) > SMALL_BODY
+        async with self._large_joins.lock if is_large else nullcontext():
             refusal = self._refused_body(route, body)
         if refusal is not None:
             return await refusal(scope, receive, send)
         if route == JOIN:
-            return await self._joins.respond(self.app, scope, replay, send)
+            turns = self._large_joins if is_large else self._joins
+            return await turns.respond(self.app, scope, replay, send)
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
-
-    async def _body(self, num_bytes: int, request: Request) -> bytes | None:
-        """The body, of a size that is announced; None for a large one while too many bytes are arriving."""
-        body = bytearray()
-        try:
-            async for piece in request.stream():
-                body += piece
-                self._arriving += len(piece)  # and not what is only announced, which would cost a client nothing
-                if num_bytes > SMALL_EVENT_BYTES and self._arriving > MAX_EVENT_BYTES:
-                    return None
-            return bytes(body)
-        finally:
-            self._arriving -= len(body)
 
     async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
         """The results of a session's events; gradio's response of one that it does not know would never be complete."""

@@ -66,6 +66,18 @@ def test_json_of_many_parts_is_not_simple():
         assert not is_simple(json.dumps(value).encode())
 
 
+def test_json_with_a_long_number_is_not_simple():
+    """Python takes the square of its digits to read it, and to write it."""
+    for number in (10**398, -(10**398), 1.7976931348623157e308, float("9" * 309), "9" * 10_000):
+        assert is_simple(json.dumps({"data": [number] * 3}).encode())
+    for value in (10**400, {"a": [0, -(10**400)]}):
+        assert not is_simple(json.dumps(value).encode())
+    assert not is_simple(b"[0." + b"1" * 400 + b"]") and not is_simple(b"[1e" + b"0" * 400 + b"]")
+    begin = time.thread_time()
+    assert is_simple((b"1" * 399 + b" ") * 2621)
+    assert time.thread_time() - begin < 2
+
+
 @pytest.mark.parametrize("body", [b'"' * 2**20, b'"\\"' * 2**18, b'\\"' * 2**19, b'"' + b"a" * 2**20, b'"\\' * 2**19])
 def test_strings_that_do_not_end_are_looked_at_once(body):
     begin = time.thread_time()

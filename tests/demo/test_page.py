@@ -238,6 +238,14 @@ def test_a_session_whose_events_fail_is_forgotten_like_any_other(site, monkeypat
     assert len(site.page.state_holder.session_data) <= max(before, 3) + 1
 
 
+def test_values_of_components_are_not_kept(site):
+    """Gradio would keep those of every session, also of the components that it refuses."""
+    long = "\N{ROCKET}" + "a" * 100_000
+    for values in (["[]", *CONTROLS], ["[]", long, *CONTROLS[1:]], [long, *CONTROLS]):
+        event(site, None, "change", values, "kept")
+    assert long not in str(site.page.state_holder.session_data["kept"].config_values)
+
+
 def test_many_long_answers_keep_no_one_from_the_other_events(chatty_site):
     asked, index = 60, chatty_site.events["box", "submit"]
     with in_steps(chatty_site.engine):

@@ -164,13 +164,37 @@ def test_only_a_large_body_waits_for_a_turn_to_be_looked_at(size, waits, route_f
         statuses.append(message.get("status"))
 
     async def visit():
-        await route_filter._joins.lock.acquire()
+        await route_filter._large_joins.lock.acquire()
         stop = route_filter(scope_of("/gradio_api/run/stop", "POST", body), client(body), send)
         with pytest.raises(TimeoutError) if waits else nullcontext():
             await asyncio.wait_for(stop, 0.2)
 
     asyncio.run(visit())
     assert statuses == ([] if waits else [200])
+
+
+def test_small_events_do_not_wait_for_large_ones_which_count_until_gradio_has_them(route_filter, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "MAX_EVENT_BYTES", 4 * route_filter_module.SMALL_BODY)
+    large = json.dumps({"fn_index": 5, "session_hash": "a", "data": "x" * route_filter_module.SMALL_BODY}).encode()
+    statuses = []
+
+    async def send(message):
+        if "status" in message:
+            statuses.append(message["status"])
+
+    async def visit():
+        await route_filter._large_joins.lock.acquire()
+        waiting = [asyncio.create_task(route_filter(scope_of(JOIN, "POST", large), client(large), send)) for _ in "abc"]
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(route_filter(scope_of(JOIN, "POST", BODY), client(BODY), send), 5)
+        await asyncio.wait_for(route_filter(scope_of(JOIN, "POST", large), client(large), send), 5)
+        assert statuses == [200, 503]
+        route_filter._large_joins.lock.release()
+        await asyncio.gather(*waiting)
+        await route_filter(scope_of(JOIN, "POST", large), client(large), send)
+
+    asyncio.run(visit())
+    assert statuses == [200, 503] + [200] * 4
 
 
 def test_the_page_itself_does_not_wait_for_events(route_filter):
