@@ -177,7 +177,9 @@ async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind, count: Calla
             return fields[b"location"]
         if response.status != 200:
             raise MediaError(f"its host answered with status {response.status}")
-        response.extensions["network_stream"].is_head_read = True
+        response.extensions["network_stream"].limit += 2 * policy.most_bytes(
+            kind
+        )  # a chunk may have more than its data
         return await _body(fields, response.aiter_stream(), policy, kind, count)
 
 
@@ -216,20 +218,20 @@ def _tls() -> SSLContext:
     return httpcore2.default_ssl_context()
 
 
-class _LimitedHead(httpcore2.AsyncNetworkStream):
-    """A connection that ends after `MAX_HEAD_BYTES` if the head of the response is not complete by then.
+class _LimitedStream(httpcore2.AsyncNetworkStream):
+    """A connection that ends once it has brought more than `limit` bytes: at first those of a head.
 
-    The HTTP client limits the size of each interim response, but not their number.
+    The HTTP client limits neither the number of interim responses nor the extensions of chunks.
     """
 
     def __init__(self, stream: httpcore2.AsyncNetworkStream):
-        self._stream, self._num_read, self.is_head_read = stream, 0, False
+        self._stream, self._num_read, self.limit = stream, 0, MAX_HEAD_BYTES
 
     async def read(self, max_bytes, timeout=None):
         data = await self._stream.read(max_bytes, timeout)
         self._num_read += len(data)
-        if self._num_read > MAX_HEAD_BYTES and not self.is_head_read:
-            raise MediaError(f"its host sends more than {MAX_HEAD_BYTES} bytes before the response")
+        if self._num_read > self.limit:
+            raise MediaError(f"its host sends more than {self.limit} bytes, most of which are no data")
         return data
 
     async def write(self, buffer, timeout=None):
@@ -239,7 +241,7 @@ class _LimitedHead(httpcore2.AsyncNetworkStream):
         await self._stream.aclose()
 
     async def start_tls(self, ssl_context, server_hostname=None, timeout=None):
-        return _LimitedHead(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+        return _LimitedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
 
     def get_extra_info(self, info):
         return self._stream.get_extra_info(info)
@@ -261,7 +263,7 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
         for address in addresses:
             try:
                 stream = await super().connect_tcp(address, port, share, local_address, socket_options)
-                return _LimitedHead(stream)
+                return _LimitedStream(stream)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
                 failure = error
         raise failure

@@ -247,58 +247,6 @@ def test_a_body_of_tiny_chunks_is_refused(network):
         fetch_from(StubServer({"/a.png": blast}), local())
 
 
-@pytest.mark.network
-def test_interim_responses_without_end_are_refused(network):
-    async def blast(writer):
-        while True:
-            writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000)
-            await writer.drain()
-
-    with pytest.raises(MediaError, match="its host sends more than 262144 bytes before the response"):
-        fetch_from(StubServer({"/a.png": blast}), local())
-
-
-@pytest.mark.network
-def test_a_few_interim_responses_and_a_large_body_are_read(network):
-    body = b"a" * 2**20
-
-    async def respond(writer):
-        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3)
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-
-    assert fetch_from(StubServer({"/a.png": respond}), local()) == body
-
-
-@pytest.mark.network
-def test_bytes_are_counted_as_they_arrive(network):
-    is_counted, counts = threading.Event(), []
-
-    async def respond(writer):
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + b"a" * 100)
-        assert await asyncio.to_thread(is_counted.wait, 20)
-        writer.write(b"a" * 100)
-
-    def count(num_bytes: int) -> None:
-        counts.append(num_bytes)
-        is_counted.set()
-
-    assert fetch_from(StubServer({"/a.png": respond}), local(), count=count) == b"a" * 200
-    assert counts == [100, 100]
-
-
-@pytest.mark.network
-def test_bytes_that_may_not_be_held_end_a_fetch(network):
-    async def respond(writer):
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + b"a" * 100)
-        await asyncio.sleep(60)
-
-    def count(num_bytes: int) -> None:
-        raise MemoryError(num_bytes)
-
-    with pytest.raises(MemoryError, match="100"):
-        fetch_from(StubServer({"/a.png": respond}), local(), count=count)
-
-
 def test_urls_are_fetched_beside_the_event_loop_of_the_server(network, monkeypatch):
     """A host that sends what takes long to read keeps only downloads waiting."""
     threads = []

@@ -3,6 +3,7 @@
 import json
 import sys
 from typing import Any
+from urllib.parse import unquote
 
 from mmvllm.arguments import is_number
 from mmvllm.errors import ArgumentError, RequestError
@@ -62,10 +63,9 @@ def object_columns(schema: str | None) -> dict[str, Any]:
     """Column -> kind: the object as JSON, and each of its keys that the schema names."""
     if schema is None:
         return {}
-    columns = {
-        f"{OBJECT}.{name}": _kind(part) for name, part in _resolved(json.loads(schema)).get("properties", {}).items()
-    }
-    return {OBJECT: str} | columns
+    properties = _resolved(json.loads(schema)).get("properties")
+    named = properties if isinstance(properties, dict) else {}
+    return {OBJECT: str} | {f"{OBJECT}.{name}": _kind(part) for name, part in named.items()}
 
 
 def with_object_columns(record: dict, columns: dict[str, Any]) -> dict:
@@ -80,25 +80,33 @@ def _finite(number: str) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
-def _resolved(schema: dict) -> dict:
-    """The schema that one that is only a reference stands for."""
-    found = schema
-    for name in schema.get("$ref", "#").removeprefix("#").split("/")[1:]:
-        found = found[name.replace("~1", "/").replace("~0", "~")]
-    return found
+def _resolved(schema: Any) -> dict:
+    """The schema that one that is only a reference stands for; {} where that names no keys, or leads elsewhere.
+
+    Servers that enforce nothing accept any schema.
+    """
+    found, reference = schema, schema.get("$ref") if isinstance(schema, dict) else None
+    if isinstance(reference, str):
+        for name in unquote(reference).removeprefix("#").split("/")[1:]:
+            key = name.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key)] if isinstance(found, list) else found[key]
+            except (KeyError, IndexError, TypeError, ValueError):
+                return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _kind(part: Any) -> Any:
     """What a column has: a type, or `TEXTS`; str, with JSON, for whatever has no type of its own."""
     alternatives = part.get("anyOf") or part.get("oneOf") if isinstance(part, dict) else None
-    if alternatives:  # as pydantic writes what may be None
+    if isinstance(alternatives, list) and alternatives:  # as pydantic writes what may be None
         kinds = [_kind(one) for one in alternatives if one != {"type": "null"}]
         return kinds[0] if len(kinds) == 1 else str
     names = part.get("type") if isinstance(part, dict) else None
     names = [name for name in names if name != "null"] if isinstance(names, list) else [names]
     if names == ["array"] and isinstance(part.get("items"), dict) and _kind(part["items"]) is str:
         return TEXTS
-    return _KINDS.get(names[0], str) if len(names) == 1 else str
+    return _KINDS.get(names[0], str) if len(names) == 1 and isinstance(names[0], str) else str
 
 
 def _cell(value: Any, kind: Any) -> Any:

@@ -176,7 +176,7 @@ def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[
 
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
-    tar_index = lru_cache(maxsize=2)(_tar_index)
+    tar_index = lru_cache(maxsize=8)(_tar_index)  # several engines caption as many tars at a time
     with (
         ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool,
         closing(ItemLoader(timeouts, NUM_WORKERS)) as loader,

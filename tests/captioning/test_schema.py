@@ -200,3 +200,21 @@ def test_cells_hold_what_their_columns_can():
     assert with_object_columns({"object": [1, None]}, object_columns('{"type":"array"}')) == {"object": "[1, null]"}
     assert parsed('{"a": ') is None and parsed("[" * 100_000) is None
     assert [*islice(object_columns(None), 1)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"$ref": "#/%24defs/a%20b", "$defs": {"a b": SCHEMA}}, SCHEMA["properties"]),
+        ({"$ref": "#/anyOf/0", "anyOf": [SCHEMA]}, SCHEMA["properties"]),
+        ({"$ref": "#/$defs/a", "$defs": {"a": True}}, ()),
+        ({"$ref": "https://example.org/a#/b"}, ()),
+        *(({"$ref": reference, "anyOf": [{}]}, ()) for reference in ("#/no", "#/", "#/anyOf/1", "#/anyOf/x", "x/y", 5)),
+        ({"properties": {"a": {"type": {"x": 1}}, "b": {"anyOf": 5}, "c": {"type": [{}]}, "d": 1}}, "abcd"),
+        ({"properties": ["a"]}, ()),
+        (True, ()),
+    ],
+)
+def test_any_schema_has_columns_as_far_as_it_names_keys(schema, names):
+    """Servers that enforce nothing accept any, and an engine many that name the keys in a way of their own."""
+    assert [*object_columns(json.dumps(schema))] == ["object", *(f"object.{name}" for name in names)]

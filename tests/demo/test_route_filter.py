@@ -35,6 +35,7 @@ async def app(scope, receive, send):
 def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     """The filter of a page with one image and one video of 1 MiB per question, and space for five."""
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
+    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
     settings = DemoSettings(
         MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES), max_images=1, max_videos=1
     )
@@ -242,8 +243,7 @@ def test_a_body_of_unknown_length_is_refused(route_filter):
         assert status(route_filter, path, content_length=1, transfer_encoding="chunked") == 411
 
 
-def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path, monkeypatch):
-    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
+def test_an_upload_is_accepted_while_there_is_space(route_filter, tmp_path):
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
     (tmp_path / "a.png").write_bytes(b"x" * 3 * MAX_BODY_BYTES)
     assert status(route_filter, UPLOAD, content_length=2 * MAX_BODY_BYTES) == 200
@@ -258,9 +258,8 @@ def test_an_upload_is_no_larger_than_a_question(route_filter):
     assert text["body"] == f"Too much for one question; at most {limits} go into it".encode()
 
 
-def test_concurrent_uploads_share_the_space(route_filter, monkeypatch):
+def test_concurrent_uploads_share_the_space(route_filter):
     """Of two uploads of 3 MiB one is accepted, and reserves its space until it is complete."""
-    monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
     may_end, seen = asyncio.Event(), []
 
     async def slow(scope, receive, send):
@@ -287,20 +286,17 @@ def test_a_slow_upload_holds_little_space_before_it_arrives(route_filter, monkey
     monkeypatch.setattr(uploads_module, "FIRST_BYTES", 1000)
     monkeypatch.setattr(uploads_module, "AHEAD_BYTES", 1000)
     route_filter.app, size = reading, 3 * MAX_BODY_BYTES
-
-    def two_files() -> Receive:
-        return dripping([PART, *[b"x" * MAX_BODY_BYTES] * 2])
-
+    pieces = [PART, *[b"x" * MAX_BODY_BYTES] * 2]
     with ExitStack() as others:
         for _ in range(4):
             parts = FileParts("multipart/form-data; boundary=x", max_files=2)
             upload = others.enter_context(route_filter._uploads.incoming(size, parts))
             assert status(route_filter, UPLOAD, receive=dripping([PART]), content_length=size) == 200
         upload.reserve(2 * MAX_BODY_BYTES)
-        assert status(route_filter, UPLOAD, receive=two_files(), content_length=size) == 200
+        assert status(route_filter, UPLOAD, receive=dripping(pieces), content_length=size) == 200
         upload.reserve(3 * MAX_BODY_BYTES)
         with pytest.raises(MultiPartException, match="no room"):
-            status(route_filter, UPLOAD, receive=two_files(), content_length=size)
+            status(route_filter, UPLOAD, receive=dripping(pieces), content_length=size)
 
 
 async def never() -> dict:
