@@ -12,6 +12,7 @@ import threading
 import urllib.parse
 from collections.abc import AsyncIterable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from ssl import SSLContext
 
@@ -74,7 +75,7 @@ async def fetch_http(url: str, policy: MediaPolicy, kind: Kind, count: Callable[
 
     Raises MediaError with the reason, which never reveals the target of a redirect or the address of a host.
     """
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_fetch(url, policy, kind, count), _loop()))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_Download(policy, kind, count).run(url), _loop()))
 
 
 @cache
@@ -84,20 +85,71 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _fetch(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
-    prefix = ""
-    for _ in range(policy.max_redirects + 1):
-        try:
-            response = await _get(_parse(url, policy), policy, kind, count)
-            if isinstance(response, bytes):
-                return response
-            url, prefix = _joined(url, response), "after a redirect: "
-        except MediaError as error:
-            raise error.after(prefix) from None
-        except tuple(_FAILURES) as error:
-            reason = next(text for kind, text in _FAILURES.items() if isinstance(error, kind))
-            raise MediaError(f"{prefix}{reason}") from None
-    raise MediaError(f"redirects more than {policy.max_redirects} times")
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """One download, of whose bytes `count` is told as they arrive."""
+
+    policy: MediaPolicy
+    kind: Kind
+    count: Callable[[int], None]
+
+    async def run(self, url: str) -> bytes:
+        """The body behind a URL, after its redirects."""
+        prefix = ""
+        for _ in range(self.policy.max_redirects + 1):
+            try:
+                response = await self._get(_parse(url, self.policy))
+                if isinstance(response, bytes):
+                    return response
+                url, prefix = _joined(url, response), "after a redirect: "
+            except MediaError as error:
+                raise error.after(prefix) from None
+            except tuple(_FAILURES) as error:
+                reason = next(text for kind, text in _FAILURES.items() if isinstance(error, kind))
+                raise MediaError(f"{prefix}{reason}") from None
+        raise MediaError(f"redirects more than {self.policy.max_redirects} times")
+
+    async def _get(self, url: httpcore2.URL) -> bytes | str:
+        """Return the body, or the location of a redirect as a string."""
+        host = f"[{url.host.decode()}]" if b":" in url.host else url.host.decode()
+        headers = {
+            "Host": host if url.port is None else f"{host}:{url.port}",
+            "User-Agent": "mmvllm",
+            "Accept": f"{self.kind}/*, */*;q=0.5",
+            "Accept-Encoding": "identity",
+            "Connection": "close",
+        }
+        policy = self.policy
+        timeouts = {"connect": policy.connect_timeout, "read": policy.read_timeout, "write": policy.read_timeout}
+        async with (
+            httpcore2.AsyncHTTPConnection(url.origin, _tls(), network_backend=_CheckedBackend(policy)) as connection,
+            connection.stream("GET", url, headers=headers, extensions={"timeout": timeouts}) as response,
+        ):
+            fields = {name.lower(): value.decode(errors="replace") for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in fields:
+                return fields[b"location"]
+            if response.status != 200:
+                raise MediaError(f"its host answered with status {response.status}")
+            # Twice, since a chunk has more than its data.
+            response.extensions["network_stream"].limit += 2 * policy.most_bytes(self.kind)
+            return await self._body(fields, response.aiter_stream())
+
+    async def _body(self, fields: dict[bytes, str], chunks: AsyncIterable[bytes]) -> bytes:
+        if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
+            raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
+        most = self.policy.most_bytes(self.kind)
+        if int(fields.get(b"content-length", 0)) > most:
+            raise self.policy.too_large(self.kind)
+        body, num_small = io.BytesIO(), 0  # which gives its bytes without a copy, as a bytearray would not
+        async for chunk in chunks:
+            self.count(len(chunk))
+            body.write(chunk)
+            num_small += len(chunk) < SMALL_CHUNK_BYTES
+            if num_small > MAX_SMALL_CHUNKS:
+                raise MediaError(f"comes in more than {MAX_SMALL_CHUNKS} chunks of less than {SMALL_CHUNK_BYTES} bytes")
+            if body.tell() > most:
+                raise self.policy.too_large(self.kind)
+        return body.getvalue()
 
 
 def is_allowed(address: Address, policy: MediaPolicy) -> bool:
@@ -155,55 +207,6 @@ def _matches(host: str, domain: str) -> bool:
     if domain.startswith("*."):
         return host.endswith(domain[1:].lower())
     return domain == "*" or host == domain.lower()
-
-
-async def _get(url: httpcore2.URL, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes | str:
-    """Return the body, or the location of a redirect as a string."""
-    host = f"[{url.host.decode()}]" if b":" in url.host else url.host.decode()
-    headers = {
-        "Host": host if url.port is None else f"{host}:{url.port}",
-        "User-Agent": "mmvllm",
-        "Accept": f"{kind}/*, */*;q=0.5",
-        "Accept-Encoding": "identity",
-        "Connection": "close",
-    }
-    timeouts = {"connect": policy.connect_timeout, "read": policy.read_timeout, "write": policy.read_timeout}
-    async with (
-        httpcore2.AsyncHTTPConnection(url.origin, _tls(), network_backend=_CheckedBackend(policy)) as connection,
-        connection.stream("GET", url, headers=headers, extensions={"timeout": timeouts}) as response,
-    ):
-        fields = {name.lower(): value.decode(errors="replace") for name, value in response.headers}
-        if response.status in _REDIRECTS and b"location" in fields:
-            return fields[b"location"]
-        if response.status != 200:
-            raise MediaError(f"its host answered with status {response.status}")
-        response.extensions["network_stream"].limit += 2 * policy.most_bytes(
-            kind
-        )  # a chunk may have more than its data
-        return await _body(fields, response.aiter_stream(), policy, kind, count)
-
-
-async def _body(
-    fields: dict[bytes, str],
-    chunks: AsyncIterable[bytes],
-    policy: MediaPolicy,
-    kind: Kind,
-    count: Callable[[int], None],
-) -> bytes:
-    if (encoding := fields.get(b"content-encoding", "identity").strip().lower()) not in ("", "identity"):
-        raise MediaError(f"is compressed ({encoding:.20}) although no compression was requested")
-    if int(fields.get(b"content-length", 0)) > policy.most_bytes(kind):
-        raise policy.too_large(kind)
-    body, num_small = io.BytesIO(), 0  # which gives its bytes without a copy, as a bytearray would not
-    async for chunk in chunks:
-        count(len(chunk))
-        body.write(chunk)
-        num_small += len(chunk) < SMALL_CHUNK_BYTES
-        if num_small > MAX_SMALL_CHUNKS:
-            raise MediaError(f"comes in more than {MAX_SMALL_CHUNKS} chunks of less than {SMALL_CHUNK_BYTES} bytes")
-        if body.tell() > policy.most_bytes(kind):
-            raise policy.too_large(kind)
-    return body.getvalue()
 
 
 def _joined(url: str, location: str) -> str:
