@@ -18,6 +18,7 @@ _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{400}")
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio responds to others, such as several, with 500
+_CONTROL = re.compile(r"[\0-\x1f\x7f]")
 _SERVER = re.compile(r"https?://([^/]*)/?")
 
 
@@ -53,8 +54,13 @@ def is_simple(body: bytes) -> bool:
     return num_brackets <= MAX_BRACKETS and rest.count(b",") <= MAX_COMMAS and not _LONG_NUMBER.search(rest)
 
 
-def is_too_long(path: str) -> bool:
-    """Whether the file system would refuse such a path, which gradio responds to with 500."""
+def is_unusable(path: str) -> bool:
+    """Whether gradio would respond to a path with 500: the file system would refuse it, or it has control characters.
+
+    Routes also match a path that a line feed follows.
+    """
+    if _CONTROL.search(path):
+        return True
     encoded = path.encode(errors="replace")
     return len(encoded) >= MAX_PATH_LENGTH or max(map(len, encoded.split(b"/"))) > MAX_NAME_LENGTH
 

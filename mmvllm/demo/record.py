@@ -14,7 +14,7 @@ from mmvllm.demo.events import MAX_CHARACTERS, MAX_FILES, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
-MAX_NOTE = 1000  # characters, of which each may become six where it is shown; the rest is left out
+MAX_NOTE = 300  # characters, of which each may become six where it is shown; the rest is left out
 MAX_BOXES = 100  # drawn on one image
 MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; the frames of earlier videos are left out
 INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left

@@ -27,7 +27,7 @@ from mmvllm.demo.checks import (
     is_host,
     is_logged_in,
     is_simple,
-    is_too_long,
+    is_unusable,
 )
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import MAX_SESSIONS, Sessions
@@ -182,7 +182,7 @@ class DemoRouteFilter:
             return PlainTextResponse("This is no name of a host", 400)
         if is_foreign(scope["method"], headers, is_page=not route):
             return PlainTextResponse("Open the page itself", 403)
-        if is_too_long(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
+        if is_unusable(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
             return PlainTextResponse("There is nothing here", 404)
         if route and route not in OPEN_ROUTES and not is_logged_in(scope):
             return PlainTextResponse("Log in first", 401)

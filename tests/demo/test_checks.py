@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.datastructures import Headers
 
-from mmvllm.demo.checks import MAX_BRACKETS, MAX_COMMAS, clean_headers, is_foreign, is_logged_in, is_simple
+from mmvllm.demo.checks import MAX_BRACKETS, MAX_COMMAS, clean_headers, is_foreign, is_logged_in, is_simple, is_unusable
 
 HOST = "lan.test:7860"
 
@@ -64,6 +64,13 @@ def test_json_of_many_parts_is_not_simple():
     many = [[]] * MAX_BRACKETS
     for value in (many, {"data": [text, many]}, [0] * (MAX_COMMAS + 2), {text: {"x": many}}):
         assert not is_simple(json.dumps(value).encode())
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\t", "\x1f", "\x7f"])
+def test_a_path_with_a_control_character_is_unusable(character):
+    """A route also matches a path that a line feed follows: a link to "/logout%0A" logged visitors out."""
+    for path in ("/", "/logout", "/gradio_api/info"):
+        assert not is_unusable(path) and is_unusable(f"{path}{character}") and is_unusable(f"{character}{path}")
 
 
 def test_json_with_a_long_number_is_not_simple():
