@@ -6,13 +6,14 @@ that does not answer, or any other failure of tracing, is told once and changes 
 """
 
 import atexit
+import io
 import logging
 import os
 import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,7 @@ from mmvllm.sampling_params import UNLIMITED, SamplingParams
 from mmvllm.text import without_logins
 
 if TYPE_CHECKING:
+    import requests
     from opentelemetry.sdk.trace.export import SpanExporter
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
-FLUSH_SECONDS = 3.0  # for the spans that are left when an engine is shut down
+# When an engine is shut down: for the spans that are left, and then until an attempt has ended.
+FLUSH_SECONDS, END_SECONDS = 3.0, 0.5
 
 _SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
 _HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
@@ -51,7 +54,7 @@ def traces_url(endpoint: str) -> str:
     is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
     if not is_whole or parts.scheme not in ("http", "https") or not parts.netloc:
         message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
-        raise ArgumentError(message, value=without_logins(repr(endpoint)))
+        raise ArgumentError(message, value=_public(repr(endpoint)))
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -85,7 +88,23 @@ def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     url = traces_url(endpoint)
-    return RequestTracer(OTLPSpanExporter(url), model, url)
+    return RequestTracer(OTLPSpanExporter(url, session=_session()), model, url)
+
+
+def _session() -> "requests.Session":
+    """A session that reads the status of a response, and not its body: that of a collector has no use, and may have no
+    end. It follows no redirect.
+    """
+    import requests
+
+    class StatusSession(requests.Session):
+        def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+            response = super().send(request, **options | {"stream": True, "allow_redirects": False})
+            response.close()
+            response.raw = io.BytesIO()
+            return response
+
+    return StatusSession()
 
 
 class RequestTracer:
@@ -162,12 +181,20 @@ class RequestTracer:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        flushing = threading.Thread(target=self._provider.force_flush, daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_SECONDS)
+        _run_for(FLUSH_SECONDS, self._provider.force_flush)
+        _run_for(END_SECONDS, self._end)
+
+    def _end(self) -> None:
         with suppress(Exception):
             self._exporter.shutdown()  # ends an attempt that is waiting for the collector
             self._provider.shutdown()
+
+
+def _run_for(seconds: float, work: Callable[[], Any]) -> None:
+    """Wait for work at most so long; it goes on in its thread, which ends with the process."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _shutdown_if_alive(ref: "weakref.ref[RequestTracer]") -> None:
@@ -259,7 +286,7 @@ def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
             is_losing = result is not SpanExportResult.SUCCESS
             if is_losing and not self._is_losing:
                 message = "traces cannot be sent to %s; requests are served, their spans are lost: %s"
-                logger.warning(message, without_logins(destination), without_logins(_REASONS.first))
+                logger.warning(message, _public(destination), _public(_REASONS.first))
             self._is_losing = is_losing
             return result
 
@@ -272,6 +299,11 @@ def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
             return exporter.force_flush(timeout_millis)
 
     return TellingExporter()
+
+
+def _public(text: str) -> str:
+    """A text without the logins and the queries of URLs, which may have a token."""
+    return re.sub(r"\?\S+", "?***", without_logins(text))
 
 
 class _Reasons(logging.Filter):

@@ -22,7 +22,8 @@ BYTES_PER_SECOND = 1_000_000
 
 _SCHEME = r"^([^:/?#]+://)"
 _LOGIN = re.compile(_SCHEME + r"([^/?#]*)@")  # USER:PASSWORD@
-_SECRET = re.compile(_SCHEME + r"([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")  # also with a password that has a slash
+# Also with a password that has a slash, and where `http:` has not both slashes, as one may mistype it.
+_SECRET = re.compile(r"^((?i:https?):[/\\]*+|[^:/?#]+://)([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")
 
 
 def without_login(url: str) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import sys
+import threading
+import time
 from contextlib import aclosing
 
 import pytest
@@ -12,10 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from opentelemetry.util.re import parse_env_headers
 
-from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams
+from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams, tracing
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
-from mmvllm.tracing import HEADER_VARIABLES, RequestTracer, telling, trace_headers_of, traces_url
+from mmvllm.tracing import HEADER_VARIABLES, RequestTracer, make_tracer, telling, trace_headers_of, traces_url
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
 from tests.helpers.engines import slow_steps
@@ -32,7 +34,7 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExport
 def spans(monkeypatch):
     """Call it after the engine's end for the spans of all requests."""
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr(EXPORTER, lambda url: exporter)
+    monkeypatch.setattr(EXPORTER, lambda url, session: exporter)
     return exporter.get_finished_spans
 
 
@@ -182,6 +184,45 @@ def test_a_collector_that_refuses_costs_one_warning(checkpoint, make_llm, caplog
     assert f"traces cannot be sent to {url}/v1/traces" in record.getMessage() and "400" in record.getMessage()
 
 
+def endless(file) -> None:
+    while True:
+        file.write(b"a" * 2**16)
+
+
+def dripping(file) -> None:
+    for _ in range(100):
+        file.write(b"a")
+        time.sleep(0.1)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("status", [200, 307, 400])
+@pytest.mark.parametrize("write_body", [endless, dripping])
+def test_the_body_of_a_collectors_answer_is_not_read(write_body, status):
+    """It may be endless, of gigabytes once it is unpacked, or slow."""
+    with collector(status, write_body) as (url, received):
+        tracer = make_tracer(url, "m")
+        tracer.record(SHORT, headers(), RequestOutput("r", arrival_time=1.0, finish_time=2.0))
+        begin = time.monotonic()
+        tracer._provider.force_flush()
+        tracer.shutdown()
+        assert time.monotonic() - begin < 2 and len(received) == 1
+
+
+def test_an_exporter_that_does_not_end_keeps_no_engine_waiting(monkeypatch):
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.05)
+    is_over = threading.Event()
+
+    class Hanging(InMemorySpanExporter):
+        def shutdown(self):
+            is_over.wait(20)
+
+    tracer, begin = RequestTracer(Hanging(), "m"), time.monotonic()
+    tracer.shutdown()
+    assert time.monotonic() - begin < 5
+    is_over.set()
+
+
 class Failing(SpanExporter):
     def __init__(self, reason: str = "no route"):
         self.reason = reason
@@ -205,7 +246,7 @@ def test_an_exporter_or_a_span_that_fails_costs_one_warning(caplog):
 
 
 def test_a_login_is_in_no_message(caplog):
-    url = "//user:pa@ss/word@host/v1/traces"
+    url = "//user:pa@ss/word@host/v1/traces?token=word"
     telling(Failing(f"no route to http:{url}"), f"http:{url}").export([])
     with pytest.raises(ArgumentError) as refused:
         traces_url(f"http:{url}")

@@ -74,13 +74,15 @@ class Endpoint:
         key, base_url = os.environ.get(KEY_VARIABLE, "").strip(), _base_url(url)
         headers = {"Authorization": f"Bearer {check_key(KEY_VARIABLE, key)}"} if key else {}
         proxies = (_PROXY_LOGIN.match(url) for url in urllib.request.getproxies().values())
-        logins = [base_url.userinfo.decode(), *(found[1] for found in proxies if found)]
+        login = base_url.userinfo.decode()
+        logins = [login, *(found[1] for found in proxies if found)]
         secrets = [key, *(secret for login in logins for secret in _secrets_of(login))]
         self._secrets = [form for text in secrets if len(text) >= SHORTEST_SECRET for form in _forms(text)]
         self._timeout, self._max_retries = timeout, max_retries
         self._is_stopped = threading.Event()
         self._client = _client(
-            base_url=base_url,
+            base_url=base_url.copy_with(userinfo=b""),  # the client logs the URL of each request
+            auth=(base_url.username, base_url.password) if login else None,
             headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # which keeps none
             timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together

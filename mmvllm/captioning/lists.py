@@ -17,6 +17,7 @@ MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
 MAX_NAME = 65_536  # characters of a path or a URL
 MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
+NO_DATA_URI = "is a data URI with characters that are not ASCII"
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
@@ -44,8 +45,11 @@ def in_list(path: str) -> Iterator[Item]:
                 yield Item(f"{path}:{number}", relative, None, error=f"has more than {MAX_LINE_BYTES >> 20} MiB")
                 continue
             text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
-            if text.strip():
-                yield item(_Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}")))
+            if not text.strip():
+                continue
+            line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
+            # As in a file that has no blocks on the disk: its lines take memory all the same.
+            yield _failed(line, "has a NUL character") if b"\0" in text else item(line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -68,12 +72,18 @@ def open_list(path: str) -> BinaryIO:
         raise ValueError(f"{path}: the list cannot be read ({error.strerror})") from None
 
 
+def _failed(line: _Line, error: str, *own: str | None) -> Item:
+    return Item(line.name, line.relative, None, *own, error=error)
+
+
 def _text_item(line: _Line) -> Item:
+    if line.text[:5].lower() == b"data:" and not line.text.isascii():  # which takes four times its size to decode
+        return _failed(line, NO_DATA_URI)
     try:
         name = os.fsdecode(line.text)
         return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
     except UnicodeDecodeError:  # on Windows, where names are Unicode
-        return Item(line.name, line.relative, None, error="is not UTF-8 text")
+        return _failed(line, "is not UTF-8 text")
 
 
 def _json_item(line: _Line) -> Item:
@@ -81,12 +91,12 @@ def _json_item(line: _Line) -> Item:
         check_json_size(line.text, MAX_LINE_VALUES)
         record = parse_json(line.text.decode())
     except ValueError as error:
-        return Item(line.name, line.relative, None, error=f"is not valid JSON ({getattr(error, 'msg', error)})")
+        return _failed(line, f"is not valid JSON ({getattr(error, 'msg', error)})")
     if not isinstance(record, dict):
-        return Item(line.name, line.relative, None, error='is not an object; write {"image": PATH}')
+        return _failed(line, 'is not an object; write {"image": PATH}')
     id = str(record["id"])[: MAX_LENGTHS["id"]] if _has_type(record.get("id"), (str, int)) else None
     if (problem := _problem(record)) is not None:
-        return Item(line.name, line.relative, None, id, error=problem)
+        return _failed(line, problem, id)
     own = (id, record.get("prompt"), record.get("context"))
     if "image" in record:
         return _listed(record["image"], line, *own)
@@ -130,12 +140,11 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 def _listed(name: str, line: _Line, *own: str | None) -> Item:
     """The item for a line with this name; a path is tried below the list's folder first."""
     if name[:5].lower() == "data:":
-        return Item(line.name, line.relative, name, *own)
+        return Item(line.name, line.relative, name, *own) if name.isascii() else _failed(line, NO_DATA_URI, *own)
     if len(name) > MAX_NAME:
-        error = f"is no path or URL: it has {len(name)} characters"
-        return Item(line.name, line.relative, None, *own, error=error)
+        return _failed(line, f"is no path or URL: it has {len(name)} characters", *own)
     if "\0" in name:
-        return Item(line.name, line.relative, None, *own, error="has a NUL character")
+        return _failed(line, "has a NUL character", *own)
     if URL.match(name):
         return Item(name, relative_of_url(name), name, *own)
     near = os.path.join(line.folder, name)

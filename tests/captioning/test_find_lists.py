@@ -79,7 +79,13 @@ def test_texts_that_records_repeat_are_limited(key, most, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("a" * 70_000, "is no path or URL: it has 70000 characters"), ("a\0b", "has a NUL character")]
+    ("name", "reason"),
+    [
+        ("a" * 70_000, "is no path or URL: it has 70000 characters"),
+        ("a\0b", "has a NUL character"),
+        ("data:image/png;base64,\0", "has a NUL character"),
+        ("DATA:image/png;base64,\N{ROCKET}", "is a data URI with characters that are not ASCII"),
+    ],
 )
 def test_a_line_of_text_that_is_no_name_is_an_error(name, reason, tmp_path):
     (tmp_path / "list.txt").write_text(f"{name}\nb.png\n")
@@ -176,6 +182,8 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         (json.dumps({"image": "a" * 70_000}), "is no path or URL: it has 70000 characters"),
         ('{"image": "a.png", "x": [' + "{}," * 60_000 + "{}]}", "is not valid JSON (more than 100,000 values)"),
         ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
+        ('{"image": "data:image/png;base64,\\u00e9"}', "is a data URI with characters that are not ASCII"),
+        ('{"image": "data:image/png;base64,\0"}', "has a NUL character"),
         ("7", 'is not an object; write {"image": PATH}'),
         ('["a.png"]', 'is not an object; write {"image": PATH}'),
         ('{"path": "a.png"}', 'has no "image" or "video"; give a path, a URL or a data URI'),

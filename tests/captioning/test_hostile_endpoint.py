@@ -1,7 +1,9 @@
 """Captions from an endpoint whose answers are made to take memory or to end the job, or that has a wrong proxy."""
 
+import base64
 import gzip
 import json
+import logging
 import threading
 import tracemalloc
 from pathlib import Path
@@ -56,6 +58,19 @@ def test_a_key_that_an_object_would_have_is_no_caption(folder, monkeypatch, writ
     with fake_endpoint(lambda body, _: said(f'{{"tag": "{written}"}}')) as fake:
         (record,) = caption_images(folder / "000.png", endpoint=fake.url, schema=schema)
     assert record["error"] == "the endpoint's answer has the API key or the password in it" and not record["object"]
+
+
+@pytest.mark.network
+@pytest.mark.parametrize(
+    ("login", "sent"), [("user:hunter2secret", "user:hunter2secret"), ("hunter2secret", "hunter2secret:")]
+)
+def test_no_log_has_the_login_of_the_url(folder, caplog, login, sent):
+    """The HTTP client logs the URL of each request, where a program shows messages of that level."""
+    caplog.set_level(logging.DEBUG)
+    with fake_endpoint(lambda body, _: said("a")) as fake:
+        (record,) = caption_images(folder / "000.png", endpoint=fake.url.replace("//", f"//{login}@"))
+    assert record["caption"] == "a" and "hunter2secret" not in caplog.text and "chat/completions" in caplog.text
+    assert fake.headers[0]["Authorization"] == f"Basic {base64.b64encode(sent.encode()).decode()}"
 
 
 LARGE = {

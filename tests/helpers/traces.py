@@ -1,9 +1,10 @@
 """Spans in memory, and a collector that keeps what it is sent."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import BinaryIO
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -31,8 +32,13 @@ def requests_of(spans: tuple[ReadableSpan, ...]) -> list[tuple[ReadableSpan, dic
 
 
 @contextmanager
-def collector(status: int = 200) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """A collector on this machine: its URL and the requests that it was sent, to which it answers with `status`."""
+def collector(
+    status: int = 200, write_body: Callable[[BinaryIO], None] | None = None
+) -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    """A collector on this machine: its URL and the requests that it was sent, to which it answers with `status`.
+
+    `write_body` writes the body of an answer, without which there is none.
+    """
     received: list[ExportTraceServiceRequest] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -41,8 +47,11 @@ def collector(status: int = 200) -> Iterator[tuple[str, list[ExportTraceServiceR
             assert self.path == "/v1/traces"
             received.append(ExportTraceServiceRequest.FromString(data))
             self.send_response(status)
-            self.send_header("Content-Length", "0")
+            self.send_header("Content-Length", "0" if write_body is None else "1000000000")
             self.end_headers()
+            if write_body is not None:
+                with suppress(OSError):  # it is not read
+                    write_body(self.wfile)
 
         def log_message(self, *_: object) -> None:
             pass

@@ -198,10 +198,17 @@ def test_a_login_is_only_what_stands_before_the_host(rest):
     assert host.heads[0].startswith(f"GET /{rest} HTTP/1.1\r\n") and "Authorization" not in host.heads[0]
 
 
+@pytest.mark.parametrize("scheme", ["http://", "https://", "http:/", "HTTP:", "http:\\\\", "s3://"])
+def test_a_login_is_not_shown_where_a_url_is_mistyped(scheme):
+    assert without_login(f"{scheme}user:pass@host/a@b.png") == f"{scheme}host/a@b.png"
+    assert without_login("me:a@b.png") == "me:a@b.png"  # the name of a file
+
+
 def test_logins_are_found_in_linear_time():
     begin = time.thread_time()
     for part in (":", "@", "a:", "/"):
         without_login("http://" + part * 10**6)
+        without_login("http:" + part * 10**6)
     assert time.thread_time() - begin < 2
 
 
