@@ -34,7 +34,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
 # When an engine is shut down: for the spans that are left, and then until an attempt has ended.
-FLUSH_SECONDS, END_SECONDS = 3.0, 0.5
+FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
 
 _SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
 _HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
