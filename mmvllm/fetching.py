@@ -26,7 +26,8 @@ async def fetch(
 ) -> bytes:
     """Fetch the encoded image or video behind an http(s), data or file URL, as far as its size is allowed.
 
-    `count` is called with the number of bytes as they arrive, maybe by another thread; what it raises ends the fetch.
+    `count` is called with numbers of bytes: as they arrive over HTTP, by another thread, and of others once they are
+    complete. What it raises ends the fetch.
 
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """

@@ -35,6 +35,9 @@ EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
 # When an engine is shut down: for the spans that are left, and then until an attempt has ended.
 FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
+CREDENTIAL_VARIABLES = tuple(  # of OpenTelemetry; they name what makes the session of an exporter
+    f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{signal}CREDENTIAL_PROVIDER" for signal in ("TRACES_", "")
+)
 
 _SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
 _HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
@@ -54,7 +57,7 @@ def traces_url(endpoint: str) -> str:
     is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
     if not is_whole or parts.scheme not in ("http", "https") or not parts.netloc:
         message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
-        raise ArgumentError(message, value=_public(repr(endpoint)))
+        raise ArgumentError(message, value=repr(_public(endpoint) if isinstance(endpoint, str) else endpoint))
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace  # noqa: F401
@@ -87,22 +90,26 @@ def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-    url = traces_url(endpoint)
-    return RequestTracer(OTLPSpanExporter(url, session=_session()), model, url)
+    url, has_own_session = traces_url(endpoint), any(map(os.environ.get, CREDENTIAL_VARIABLES))
+    return RequestTracer(OTLPSpanExporter(url, session=None if has_own_session else _status_session()), model, url)
 
 
-def _session() -> "requests.Session":
-    """A session that reads the status of a response, and not its body: that of a collector has no use, and may have no
-    end. It follows no redirect.
+def _status_session() -> "requests.Session":
+    """A session that reads the status of a response, but not its body: nothing uses the body, and it may be endless.
+
+    Redirects are not followed.
     """
     import requests
 
     class StatusSession(requests.Session):
         def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
-            response = super().send(request, **options | {"stream": True, "allow_redirects": False})
+            response = super().send(request, **options | {"stream": True})
             response.close()
             response.raw = io.BytesIO()
             return response
+
+        def get_redirect_target(self, response: requests.Response) -> None:
+            """Say that there is none: otherwise `send` would read the body of a redirect."""
 
     return StatusSession()
 
@@ -177,7 +184,7 @@ class RequestTracer:
         span.end(_nanoseconds(max(begin, output.finish_time)))
 
     def shutdown(self) -> None:
-        """Send what has been recorded, in at most `FLUSH_SECONDS`; safe to call twice."""
+        """Send what has been recorded, in at most `FLUSH_SECONDS + END_SECONDS`; safe to call twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -34,7 +34,7 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExport
 def spans(monkeypatch):
     """Call it after the engine's end for the spans of all requests."""
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr(EXPORTER, lambda url, session: exporter)
+    monkeypatch.setattr(EXPORTER, lambda url, **_: exporter)
     return exporter.get_finished_spans
 
 

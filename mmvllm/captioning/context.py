@@ -9,7 +9,7 @@ from pathlib import Path
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import is_media_name
 from mmvllm.captioning.timeouts import Timeouts
-from mmvllm.errors import ArgumentError
+from mmvllm.errors import ArgumentError, RequestError
 
 MODES = ("prepend", "append")
 MAX_BYTES = 64 * 1024
@@ -48,13 +48,19 @@ def read_context(item: Item, suffix: str, timeouts: Timeouts) -> str:
         return ""
     path = item.file.with_suffix(suffix)
     try:
-        return timeouts.load(item, lambda limit: _read(path)).decode("utf-8-sig").strip()
+        text = timeouts.load(item, lambda limit: _read(path)).decode("utf-8-sig").strip()
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
         raise ValueError(f"{path}: the context is not UTF-8 text") from None
+    except RequestError:
+        seconds = f"{timeouts.seconds_for(item):g} s"
+        raise ValueError(f"{path}: the context cannot be read (it takes longer than {seconds})") from None
     except OSError as error:
         raise ValueError(f"{path}: the context cannot be read ({error.strerror})") from None
+    if "\0" in text:
+        raise ValueError(f"{path}: the context has a NUL character")
+    return text
 
 
 def _read(path: Path) -> bytes:
@@ -65,6 +71,4 @@ def _read(path: Path) -> bytes:
         data = file.read(MAX_BYTES + 1)  # and not the size that the system tells: 0 for what it makes itself
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has {max(status.st_size, len(data))} bytes, more than {MAX_BYTES}")
-    if b"\0" in data:
-        raise OSError(errno.EINVAL, "it has null characters, as no text has")
     return data

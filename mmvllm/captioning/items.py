@@ -107,7 +107,7 @@ def real_name(path: str) -> str:
         return path
 
 
-@lru_cache(maxsize=1024)  # many images are in one folder, which may have been seen from many others
+@lru_cache(maxsize=1024)  # images of a list may alternate between many folders
 def real_folder(path: str, here: str) -> str:
     """The real path of a folder, seen from the working directory; every run clears the cache."""
     return os.path.realpath(os.path.join(here, path))

@@ -17,7 +17,7 @@ MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
 MAX_NAME = 65_536  # characters of a path or a URL
 MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
-NO_DATA_URI = "is a data URI with characters that are not ASCII"
+NOT_ASCII = "is a data URI with characters that are not ASCII"
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
 _TYPES = {
@@ -48,7 +48,7 @@ def in_list(path: str) -> Iterator[Item]:
             if not text.strip():
                 continue
             line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
-            # As in a file that has no blocks on the disk: its lines take memory all the same.
+            # A sparse file has NULs only: its lines would take gigabytes of memory, and no space on the disk.
             yield _failed(line, "has a NUL character") if b"\0" in text else item(line)
 
 
@@ -78,7 +78,7 @@ def _failed(line: _Line, error: str, *own: str | None) -> Item:
 
 def _text_item(line: _Line) -> Item:
     if line.text[:5].lower() == b"data:" and not line.text.isascii():  # which takes four times its size to decode
-        return _failed(line, NO_DATA_URI)
+        return _failed(line, NOT_ASCII)
     try:
         name = os.fsdecode(line.text)
         return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
@@ -140,11 +140,9 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 def _listed(name: str, line: _Line, *own: str | None) -> Item:
     """The item for a line with this name; a path is tried below the list's folder first."""
     if name[:5].lower() == "data:":
-        return Item(line.name, line.relative, name, *own) if name.isascii() else _failed(line, NO_DATA_URI, *own)
+        return Item(line.name, line.relative, name, *own) if name.isascii() else _failed(line, NOT_ASCII, *own)
     if len(name) > MAX_NAME:
         return _failed(line, f"is no path or URL: it has {len(name)} characters", *own)
-    if "\0" in name:
-        return _failed(line, "has a NUL character", *own)
     if URL.match(name):
         return Item(name, relative_of_url(name), name, *own)
     near = os.path.join(line.folder, name)

@@ -81,17 +81,22 @@ def _finite(number: str) -> float:
 
 
 def _resolved(schema: Any) -> dict:
-    """The schema that one that is only a reference stands for; {} where that names no keys, or leads elsewhere.
+    """The schema that one that is only a reference stands for; {} where that is no object, or not in this schema.
 
     Servers that enforce nothing accept any schema.
     """
     found, reference = schema, schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(reference, str):
-        for name in unquote(reference).removeprefix("#").split("/")[1:]:
+        place, _, pointer = unquote(reference).partition("#")
+        if place:
+            return {}
+        for name in pointer.split("/")[1:]:
             key = name.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(key)] if isinstance(found, list) else found[key]
-            except (KeyError, IndexError, TypeError, ValueError):
+            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
                 return {}
     return found if isinstance(found, dict) else {}
 

@@ -68,7 +68,8 @@ class CompressedFiles:
         body = await asyncio.to_thread(gzip.compress, whole, LEVEL)
         headers = MutableHeaders(raw=start["headers"])
         headers["content-encoding"], headers["content-length"] = "gzip", str(len(body))
-        if "etag" in headers:  # it names the bytes before compression, whose ranges are not those of these
+        # The tag names the bytes before compression; a weak one says so. Ranges of the two differ.
+        if "etag" in headers:
             headers["etag"] = f"W/{headers['etag'].removeprefix('W/')}"
         del headers["accept-ranges"]
         headers.add_vary_header("accept-encoding")

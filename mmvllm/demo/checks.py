@@ -12,7 +12,7 @@ from mmvllm.demo.uploads import MAX_PATH_LENGTH
 
 MAX_NAME_LENGTH = 255  # bytes that file systems accept
 MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # of JSON, outside strings; the page's largest events have half as many
-# Python reads and writes a number in the square of its digits; the largest float has 309 of them.
+# To read and to write a number takes a time quadratic in its digits; the largest float has 309 of them.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{400}")
 # To the end where a string is not closed, so that each is looked at once.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -46,7 +46,7 @@ def is_logged_in(scope: Scope) -> bool:
 
 
 def is_simple(body: bytes) -> bool:
-    """Whether JSON has so few lists, objects and items, and such short numbers, that to parse it takes little time."""
+    """Whether JSON has so few lists, objects and items, and such short numbers, that parsing it takes little time."""
     if b"\0" in body:  # of UTF-16, whose bytes mean something else
         return False
     rest = _STRINGS.sub(b"", body)
@@ -57,7 +57,7 @@ def is_simple(body: bytes) -> bool:
 def is_unusable(path: str) -> bool:
     """Whether gradio would respond to a path with 500: the file system would refuse it, or it has control characters.
 
-    Routes also match a path that a line feed follows.
+    A route also matches its path with a line feed at the end.
     """
     if _CONTROL.search(path):
         return True

@@ -233,13 +233,15 @@ class DemoRouteFilter:
             return bytes(body)
 
         try:
-            async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
-                body = await read()
-            if body is not None:
-                return await self._handle(route, body, scope, receive, send)
-            refusal = PlainTextResponse("The page is busy; try again later", 503)
-        except TimeoutError:
-            refusal = _late("The request took too long to arrive; try again")
+            try:
+                async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
+                    body = await read()
+            except TimeoutError:
+                refusal = _late("The request took too long to arrive; try again")
+            else:
+                if body is not None:
+                    return await self._handle(route, body, scope, receive, send)
+                refusal = PlainTextResponse("The page is busy; try again later", 503)
         finally:
             self._num_held -= num_held
         await refusal(scope, receive, send)
@@ -297,7 +299,7 @@ class DemoRouteFilter:
 
     def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
         if not is_simple(body):
-            return PlainTextResponse("This has too many parts", 413)
+            return PlainTextResponse("This has too many parts, or too long a number", 413)
         if not route.startswith(EVENTS):
             return None
         try:

@@ -26,7 +26,7 @@ MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
 MAX_HELD = 500  # files of one session: of its conversation, and of drafts since its last answer
 MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
 PATIENCE_SECONDS = 5.0  # until an upload may be ended because others need its place
-# Of an upload, reserved before they arrive: at first, and at most. In between as many as have arrived.
+# Bytes that are reserved ahead of an upload: as many as have arrived, but at least and at most these.
 FIRST_BYTES, AHEAD_BYTES = 2**20, 32 * 2**20
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
@@ -59,7 +59,7 @@ class Incoming:
     def reserve(self, num_received: int) -> bool:
         """Reserve further bytes once more has arrived than is reserved; return whether that was so.
 
-        Slow uploads would fill the folder if the announced size, or as much for each, were reserved at once.
+        Slow uploads would fill the folder if the announced size, or `AHEAD_BYTES` for each, were reserved at once.
         """
         self.num_received = num_received
         if num_received <= self.num_reserved:

@@ -16,11 +16,11 @@ from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import RequestFailed
 from mmvllm.outputs import Delta, num_logprobs
 from mmvllm.processors.load_video import Load
-from mmvllm.server.disconnects import ClientDisconnected, while_connected
+from mmvllm.server.disconnects import CLIENT_DISCONNECTED, ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.metrics import Metrics
-from mmvllm.server.request_log import CLIENT_DISCONNECTED, RequestLog, RequestRecord
+from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream, event_text

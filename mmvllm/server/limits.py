@@ -53,10 +53,11 @@ class ByteBudget:
     def take(self, reservation: "ByteReservation", num_bytes: int) -> None:
         """Reserve bytes for a request; raises ApiError if there are not as many left."""
         with self._lock:
-            if not reservation.is_released:  # a fetch may end a little later than its request
-                self._take(reservation, num_bytes)
+            self._take(reservation, num_bytes)
 
     def _take(self, reservation: "ByteReservation", num_bytes: int) -> None:
+        if reservation.is_released:  # a fetch may end a little later than its request
+            return
         is_small = reservation.num_bytes + reservation.num_small + num_bytes <= self._capacity // SMALL_SHARE
         if self._num_reserved + num_bytes <= self._capacity:
             self.hold(reservation, num_bytes)

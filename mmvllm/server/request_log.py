@@ -17,7 +17,6 @@ from mmvllm.tracing import TRACE_HEADERS
 logger = logging.getLogger("mmvllm.requests")
 
 MAX_HEADER = 256  # characters of a `traceparent`, which has 55
-CLIENT_DISCONNECTED = 499
 
 
 @dataclass(slots=True)
@@ -30,9 +29,8 @@ class RequestRecord:
     begin: float = field(default_factory=time.perf_counter)
     outputs: list[RequestOutput] = field(default_factory=list)
     status: int = 200
-    error: str | None = (
-        None  # its code; the error itself would keep the frames of its traceback, and with them the body
-    )
+    # The code of its error. The error itself would keep the frames of its traceback, and with them the body.
+    error: str | None = None
 
     @property
     def completions(self) -> list[CompletionOutput]:

@@ -1,7 +1,6 @@
 """Runs the application in uvicorn, with a graceful shutdown."""
 
 import asyncio
-import errno
 import logging
 import socket
 import sys
@@ -19,6 +18,7 @@ from mmvllm.server.connection import TimeLimitedProtocol
 KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection
 SEND_SECONDS = 5.0  # for sending the responses of requests that have ended
 SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
+ACCEPT_FAILS = "socket.accept() out of system resource"  # as asyncio says it
 FULL_SECONDS = 60.0  # between warnings that no connection can be accepted
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,13 @@ class GracefulServer(uvicorn.Server):
         self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Warn once a minute that no file can be opened: asyncio reports each failed `accept`, thousands a second."""
-        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+        """Warn once a minute that no connection can be accepted: asyncio reports that thousands of times a second."""
+        if context["message"] != ACCEPT_FAILS:
             loop.default_exception_handler(context)
         elif time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + FULL_SECONDS
-            logger.warning("too many open files: new connections wait; raise the limit (ulimit -n) or close some")
+            message = "connections cannot be accepted (%s) and wait; raise the limit of open files (ulimit -n)"
+            logger.warning(message, context["exception"].strerror)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -208,8 +208,11 @@ def test_cells_hold_what_their_columns_can():
         ({"$ref": "#/%24defs/a%20b", "$defs": {"a b": SCHEMA}}, SCHEMA["properties"]),
         ({"$ref": "#/anyOf/0", "anyOf": [SCHEMA]}, SCHEMA["properties"]),
         ({"$ref": "#/$defs/a", "$defs": {"a": True}}, ()),
-        ({"$ref": "https://example.org/a#/b"}, ()),
-        *(({"$ref": reference, "anyOf": [{}]}, ()) for reference in ("#/no", "#/", "#/anyOf/1", "#/anyOf/x", "x/y", 5)),
+        *(({"$ref": f"{place}#/b", "b": SCHEMA}, ()) for place in ("https://example.org/a", "a.json", "b")),
+        *(
+            ({"$ref": reference, "anyOf": [SCHEMA]}, ())
+            for reference in ("#/no", "#/", "#/anyOf/1", "#/anyOf/-1", "#/anyOf/x", "x/y", 5)
+        ),
         ({"properties": {"a": {"type": {"x": 1}}, "b": {"anyOf": 5}, "c": {"type": [{}]}, "d": 1}}, "abcd"),
         ({"properties": ["a"]}, ()),
         (True, ()),

@@ -197,6 +197,23 @@ def test_small_events_do_not_wait_for_large_ones_which_count_until_gradio_has_th
     assert statuses == [200, 503] + [200] * 4
 
 
+def test_a_handler_that_times_out_is_not_taken_for_a_late_body(route_filter):
+    sent = []
+
+    async def failing(scope, receive, send):
+        await app(scope, receive, send)
+        raise TimeoutError
+
+    async def send(message):
+        sent.append(message)
+
+    route_filter.app = failing
+    for path in (JOIN, "/gradio_api/run/stop"):
+        with pytest.raises(TimeoutError):
+            asyncio.run(route_filter(scope_of(path, "POST", BODY), client(BODY), send))
+    assert [message["status"] for message in sent] == [200, 200]
+
+
 def test_the_page_itself_does_not_wait_for_events(route_filter):
     statuses = []
 

@@ -47,6 +47,8 @@ def collector(
             assert self.path == "/v1/traces"
             received.append(ExportTraceServiceRequest.FromString(data))
             self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", "/elsewhere")
             self.send_header("Content-Length", "0" if write_body is None else "1000000000")
             self.end_headers()
             if write_body is not None:

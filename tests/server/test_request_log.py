@@ -126,7 +126,9 @@ def test_a_request_over_http_belongs_to_the_trace_of_its_caller(monkeypatch):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda url: exporter)
+    monkeypatch.setattr(
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda url, **_: exporter
+    )
     with serving(AsyncLLM(**ENGINE, otlp_traces_endpoint="http://127.0.0.1:1")) as running:
         client = running.client()
         client.chat.completions.create(**chat("x", max_tokens=1), extra_headers=headers())

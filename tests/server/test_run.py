@@ -70,26 +70,29 @@ def test_requests_in_flight_are_finished_before_shutdown(own_engine, streams):
 def test_connections_that_cannot_be_accepted_are_reported_once(own_engine, caplog, monkeypatch):
     """The event loop tries each of them again and again."""
 
-    def warnings() -> list[str]:
-        return [
-            record.message for record in caplog.records if "accept" in record.message or "open files" in record.message
-        ]
+    def logged() -> list[str]:
+        """The loggers of what is logged about it."""
+        return [record.name for record in caplog.records if "open files" in f"{record.message} {record.exc_text}"]
+
+    def open_file() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
 
     with serving(own_engine) as running:
         accept, is_full = socket.socket.accept, True
 
         def accept_if_room(listener):
-            if is_full:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return accept(listener)
+            return open_file() if is_full else accept(listener)
 
         monkeypatch.setattr(socket.socket, "accept", accept_if_room)
         with running.connect() as waiting:
             waiting.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            wait_for(warnings)
+            wait_for(logged)
             is_full = False
             assert receive_all(waiting).startswith(b"HTTP/1.1 200")
-    assert [warning[:20] for warning in warnings()] == ["too many open files:"]
+        running.server._loop.call_soon_threadsafe(open_file)
+        wait_for(lambda: len(logged()) > 1)
+    assert logged() == ["mmvllm.server.run", "asyncio"]
+    assert "cannot be accepted (Too many open files)" in caplog.text
 
 
 @pytest.mark.spawns
