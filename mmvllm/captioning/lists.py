@@ -17,6 +17,7 @@ MAX_SECONDS = 1e9
 MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
 MAX_NAME = 65_536  # characters of a path or a URL
 MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
+MAX_UNICODE_BYTES = 32 << 20  # of a line that is not ASCII: one such character makes a text take four times its size
 NOT_ASCII = "is a data URI with characters that are not ASCII"
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
@@ -77,8 +78,11 @@ def _failed(line: _Line, error: str, *own: str | None) -> Item:
 
 
 def _text_item(line: _Line) -> Item:
-    if line.text[:5].lower() == b"data:" and not line.text.isascii():  # which takes four times its size to decode
+    is_data, is_ascii = line.text[:5].lower() == b"data:", line.text.isascii()
+    if is_data and not is_ascii:
         return _failed(line, NOT_ASCII)
+    if not is_data and len(line.text) > 4 * MAX_NAME:
+        return _failed(line, f"is no path or URL: it has {len(line.text)} bytes")
     try:
         name = os.fsdecode(line.text)
         return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
@@ -87,6 +91,9 @@ def _text_item(line: _Line) -> Item:
 
 
 def _json_item(line: _Line) -> Item:
+    if len(line.text) > MAX_UNICODE_BYTES and not line.text.isascii():
+        most = f"{MAX_UNICODE_BYTES >> 20} MiB"
+        return _failed(line, f"has more than {most} and characters that are not ASCII; write them as \\u escapes")
     try:
         check_json_size(line.text, MAX_LINE_VALUES)
         record = parse_json(line.text.decode())

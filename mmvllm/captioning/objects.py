@@ -1,6 +1,7 @@
 """Captions that are JSON of a schema: the object of a record, and its keys as columns of a table."""
 
 import json
+import re
 import sys
 from typing import Any
 from urllib.parse import unquote
@@ -14,6 +15,7 @@ OBJECT = "object"  # of a record whose job has a schema: the parsed caption, Non
 TEXTS = list[str]  # the kind of a column of lists
 _KINDS = {"string": str, "integer": int, "number": float, "boolean": bool}
 _INT64 = 2**63
+_INDEX = re.compile("[0-9]{1,9}")
 MAX_LEVELS = 200  # of a caption's lists and objects: Python parses about 1,000, fewer where functions are nested
 
 
@@ -92,7 +94,7 @@ def _resolved(schema: Any) -> dict:
             return {}
         for name in pointer.split("/")[1:]:
             key = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            if isinstance(found, list) and _INDEX.fullmatch(key) and int(key) < len(found):
                 found = found[int(key)]
             elif isinstance(found, dict) and key in found:
                 found = found[key]

@@ -77,8 +77,8 @@ class Handlers:
 
     async def restore(self, request: gr.Request, event: gr.EventData) -> View:
         """Replace the conversation by one that the browser has kept, or ask the browser for files that are gone."""
-        session = self._session(request)
-        await self.sessions.stop(session)
+        await self.sessions.stop(self._session(request))
+        session = self._session(request)  # again: files of one that was removed meanwhile would never be released
         try:
             given = read_kept(event)
             kept = read_turns(given.turns, self.settings.max_files)

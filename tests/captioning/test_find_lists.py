@@ -82,6 +82,7 @@ def test_texts_that_records_repeat_are_limited(key, most, tmp_path):
     ("name", "reason"),
     [
         ("a" * 70_000, "is no path or URL: it has 70000 characters"),
+        ("a" * 300_000, "is no path or URL: it has 300000 bytes"),
         ("a\0b", "has a NUL character"),
         ("data:image/png;base64,\0", "has a NUL character"),
         ("DATA:image/png;base64,\N{ROCKET}", "is a data URI with characters that are not ASCII"),
@@ -91,6 +92,15 @@ def test_a_line_of_text_that_is_no_name_is_an_error(name, reason, tmp_path):
     (tmp_path / "list.txt").write_text(f"{name}\nb.png\n")
     first, second = find_items([tmp_path / "list.txt"])
     assert first.error == reason and first.path == f"{tmp_path / 'list.txt'}:1" and second.error is None
+
+
+def test_a_long_line_that_is_not_ascii_is_refused_before_it_is_decoded(tmp_path, monkeypatch):
+    """One character may make it take four times its size, once as a line and once as a value."""
+    monkeypatch.setattr(lists_module, "MAX_UNICODE_BYTES", 1000)
+    lines = [{"image": "a.png", "junk": start + "x" * 1000} for start in ("\N{ROCKET}", "")]
+    (tmp_path / "list.jsonl").write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    first, second = find_items([tmp_path / "list.jsonl"])
+    assert "and characters that are not ASCII" in first.error and second.error is None
 
 
 def test_standard_input_is_a_text_list(stdin):

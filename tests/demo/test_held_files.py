@@ -55,6 +55,20 @@ def test_what_was_read_of_earlier_drafts_is_forgotten(handlers):
     assert {str(path) for path in handlers.uploads.folder.glob("*/*")} == {*paths}  # until the next answer
 
 
+def test_a_session_that_is_removed_while_it_stops_holds_no_files(handlers):
+    """Nobody would release what it claims after that."""
+    turns = [{"question": "q", "answer": "a", "note": "", "images": [uploaded(handlers, 0)]}]
+
+    async def stop(session) -> None:
+        handlers.sessions._remove(session)
+
+    handlers.sessions.stop = stop
+    asyncio.run(handlers.restore(VISITOR, gradio.EventData(None, {"turns": turns})))
+    assert len(handlers.uploads._held["one"]) == 1
+    handlers.sessions._remove(handlers.sessions._sessions["one"])  # which is known, and can be removed
+    assert not handlers.uploads._held and not [*handlers.uploads.folder.glob("*/*")]
+
+
 def test_a_draft_removes_no_file_of_a_conversation_that_is_restored(handlers):
     paths = [uploaded(handlers, number) for number in range(4)]
     turns = [{"question": "q", "answer": "a", "note": "", "images": [path]} for path in paths[:3]]
