@@ -87,7 +87,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """One download, of whose bytes `count` is told as they arrive."""
+    """A download within the limits of a policy; `count` is called with the number of bytes as they arrive."""
 
     policy: MediaPolicy
     kind: Kind
@@ -130,7 +130,7 @@ class _Download:
                 return fields[b"location"]
             if response.status != 200:
                 raise MediaError(f"its host answered with status {response.status}")
-            # Twice, since a chunk has more than its data.
+            # Twice the size of the data, since chunks have headers.
             response.extensions["network_stream"].limit += 2 * policy.most_bytes(self.kind)
             return await self._body(fields, response.aiter_stream())
 
@@ -222,7 +222,7 @@ def _tls() -> SSLContext:
 
 
 class _LimitedStream(httpcore2.AsyncNetworkStream):
-    """A connection that ends once it has brought more than `limit` bytes: at first those of a head.
+    """A connection that ends after `limit` bytes, which are `MAX_HEAD_BYTES` until the head has been read.
 
     The HTTP client limits neither the number of interim responses nor the extensions of chunks.
     """
@@ -234,7 +234,7 @@ class _LimitedStream(httpcore2.AsyncNetworkStream):
         data = await self._stream.read(max_bytes, timeout)
         self._num_read += len(data)
         if self._num_read > self.limit:
-            raise MediaError(f"its host sends more than {self.limit} bytes, most of which are no data")
+            raise MediaError(f"its host sends more than {self.limit} bytes, most of which are not data")
         return data
 
     async def write(self, buffer, timeout=None):

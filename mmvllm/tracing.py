@@ -10,10 +10,9 @@ import io
 import logging
 import os
 import re
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -23,6 +22,7 @@ from mmvllm.errors import ArgumentError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import UNLIMITED, SamplingParams
 from mmvllm.text import without_logins
+from mmvllm.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     import requests
@@ -35,8 +35,9 @@ EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
 # When an engine is shut down: for the spans that are left, and then until an attempt has ended.
 FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
-CREDENTIAL_VARIABLES = tuple(  # of OpenTelemetry; they name what makes the session of an exporter
-    f"OTEL_PYTHON_EXPORTER_OTLP_HTTP_{signal}CREDENTIAL_PROVIDER" for signal in ("TRACES_", "")
+CREDENTIAL_VARIABLES = (  # of OpenTelemetry: one names a package that provides the session of the exporter
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
 )
 
 _SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
@@ -188,20 +189,14 @@ class RequestTracer:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        _run_for(FLUSH_SECONDS, self._provider.force_flush)
-        _run_for(END_SECONDS, self._end)
+        with suppress(Exception):
+            TimeLimit(FLUSH_SECONDS).run(self._provider.force_flush)
+        with suppress(Exception):
+            TimeLimit(END_SECONDS).run(self._end)
 
     def _end(self) -> None:
-        with suppress(Exception):
-            self._exporter.shutdown()  # ends an attempt that is waiting for the collector
-            self._provider.shutdown()
-
-
-def _run_for(seconds: float, work: Callable[[], Any]) -> None:
-    """Wait for work at most so long; it goes on in its thread, which ends with the process."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
+        self._exporter.shutdown()  # ends an attempt that is waiting for the collector
+        self._provider.shutdown()
 
 
 def _shutdown_if_alive(ref: "weakref.ref[RequestTracer]") -> None:

@@ -21,7 +21,7 @@ def test_interim_responses_without_end_are_refused(network):
             writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000)
             await writer.drain()
 
-    with pytest.raises(MediaError, match="its host sends more than 262144 bytes, most of which are no data"):
+    with pytest.raises(MediaError, match="its host sends more than 262144 bytes, most of which are not data"):
         fetch_from(StubServer({"/a.png": blast}), local())
 
 
@@ -33,7 +33,7 @@ def test_chunks_of_little_data_and_long_extensions_are_refused(network):
             writer.write((b"40;" + b"x" * 60_000 + b"\r\n" + b"a" * 64 + b"\r\n") * 10)
             await writer.drain()
 
-    with pytest.raises(MediaError, match="its host sends more than 2262144 bytes, most of which are no data"):
+    with pytest.raises(MediaError, match="its host sends more than 2262144 bytes, most of which are not data"):
         fetch_from(StubServer({"/a.png": blast}), local(max_bytes=10**6))
 
 

@@ -4,12 +4,13 @@ import errno
 import os
 import re
 import stat
+from functools import partial
 from pathlib import Path
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import is_media_name
-from mmvllm.captioning.timeouts import Timeouts
-from mmvllm.errors import ArgumentError, RequestError
+from mmvllm.errors import ArgumentError
+from mmvllm.time_limit import TimeIsOver, TimeLimit
 
 MODES = ("prepend", "append")
 MAX_BYTES = 64 * 1024
@@ -38,24 +39,22 @@ def check_context(suffix: str | None, mode: str) -> None:
         raise ArgumentError("{context_from} is {suffix!r}: context is read from text files only", suffix=suffix)
 
 
-def read_context(item: Item, suffix: str, timeouts: Timeouts) -> str:
+def read_context(item: Item, suffix: str, timeout: float) -> str:
     """The text in the file with this suffix beside an image; "" without one, or if the image is not a file of its own.
 
-    Raises ValueError for a file that cannot be read, in the time that its image may take, as UTF-8 text of at most
-    `MAX_BYTES`.
+    Raises ValueError for a file that cannot be read within `timeout` seconds as UTF-8 text of at most `MAX_BYTES`.
     """
     if item.file is None:
         return ""
     path = item.file.with_suffix(suffix)
     try:
-        text = timeouts.load(item, lambda limit: _read(path)).decode("utf-8-sig").strip()
+        text = TimeLimit(timeout).run(partial(_read, path)).decode("utf-8-sig").strip()
     except FileNotFoundError:
         return ""
     except UnicodeDecodeError:
         raise ValueError(f"{path}: the context is not UTF-8 text") from None
-    except RequestError:
-        seconds = f"{timeouts.seconds_for(item):g} s"
-        raise ValueError(f"{path}: the context cannot be read (it takes longer than {seconds})") from None
+    except TimeIsOver:
+        raise ValueError(f"{path}: the context cannot be read (it takes longer than {timeout:g} s)") from None
     except OSError as error:
         raise ValueError(f"{path}: the context cannot be read ({error.strerror})") from None
     if "\0" in text:
@@ -68,7 +67,7 @@ def _read(path: Path) -> bytes:
     if not stat.S_ISREG(status.st_mode):  # reading from others might block or never end
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe")
     with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)  # and not the size that the system tells: 0 for what it makes itself
+        data = file.read(MAX_BYTES + 1)  # `st_size` is 0 for files of procfs
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has {max(status.st_size, len(data))} bytes, more than {MAX_BYTES}")
     return data

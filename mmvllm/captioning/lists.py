@@ -41,16 +41,15 @@ def in_list(path: str) -> Iterator[Item]:
     folder, stem = os.path.dirname(path), "stdin" if path == "-" else PurePath(path).stem
     with _open_stdin() if path == "-" else open_list(path) as file:
         for number, text in enumerate(_lines(file), 1):
-            if len(text) > MAX_LINE_BYTES:
-                relative = relative_path(f"{stem}-{number}")
-                yield Item(f"{path}:{number}", relative, None, error=f"has more than {MAX_LINE_BYTES >> 20} MiB")
-                continue
+            is_long = len(text) > MAX_LINE_BYTES
             text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
-            if not text.strip():
-                continue
             line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
-            # A sparse file has NULs only: its lines would take gigabytes of memory, and no space on the disk.
-            yield _failed(line, "has a NUL character") if b"\0" in text else item(line)
+            if is_long:
+                yield _failed(line, f"has more than {MAX_LINE_BYTES >> 20} MiB")
+            elif b"\0" in text:  # as in a sparse file, whose lines would take gigabytes of memory
+                yield _failed(line, "has a NUL character")
+            elif text.strip():
+                yield item(line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

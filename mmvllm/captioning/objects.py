@@ -83,9 +83,9 @@ def _finite(number: str) -> float:
 
 
 def _resolved(schema: Any) -> dict:
-    """The schema that one that is only a reference stands for; {} where that is no object, or not in this schema.
+    """The schema itself, or the one that its `$ref` points to; {} if that is not an object of this schema.
 
-    Servers that enforce nothing accept any schema.
+    Nothing has checked the schema where a server captions: it may have accepted any.
     """
     found, reference = schema, schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(reference, str):

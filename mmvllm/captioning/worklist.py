@@ -111,7 +111,7 @@ class Worklist:
         if suffix is None or item.error is not None or item.context is not None:
             return task
         try:
-            beside = read_context(item, suffix, self._loader.timeouts)
+            beside = read_context(item, suffix, self._loader.timeouts.seconds_for(item))
             return dataclasses.replace(task, item=dataclasses.replace(item, beside=beside))
         except ValueError as error:
             return _failed(item, task.key, error)

@@ -45,7 +45,7 @@ def is_logged_in(scope: Scope) -> bool:
     return any(app.tokens.get(cookies.get(name)) is not None for name in names)
 
 
-def is_simple(body: bytes) -> bool:
+def is_simple(body: bytes | bytearray) -> bool:
     """Whether JSON has so few lists, objects and items, and such short numbers, that parsing it takes little time."""
     if b"\0" in body:  # of UTF-16, whose bytes mean something else
         return False

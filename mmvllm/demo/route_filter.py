@@ -218,39 +218,33 @@ class DemoRouteFilter:
         return f"Too much for one question; at most {images} and {videos} go into it"
 
     async def _post(self, route: str, num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-        num_held = 0
-
-        async def read() -> bytes | None:
-            """The body; None for a large one while too many bytes are held."""
-            nonlocal num_held
-            body = bytearray()
-            async for piece in Request(scope, receive).stream():
-                body += piece
-                num_held += len(piece)  # and not what is only announced, which would cost a client nothing
-                self._num_held += len(piece)
-                if num_bytes > SMALL_EVENT_BYTES and self._num_held > MAX_EVENT_BYTES:
-                    return None
-            return bytes(body)
-
+        body = bytearray()
         try:
-            try:
-                async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
-                    body = await read()
-            except TimeoutError:
-                refusal = _late("The request took too long to arrive; try again")
-            else:
-                if body is not None:
-                    return await self._handle(route, body, scope, receive, send)
-                refusal = PlainTextResponse("The page is busy; try again later", 503)
+            refusal = await self._read(body, route, num_bytes, Request(scope, receive))
+            if refusal is None:
+                return await self._handle(route, body, scope, receive, send)
         finally:
-            self._num_held -= num_held
+            self._num_held -= len(body)
         await refusal(scope, receive, send)
 
-    async def _handle(self, route: str, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _read(self, body: bytearray, route: str, num_bytes: int, request: Request) -> PlainTextResponse | None:
+        """Read a body; returns a refusal if it is late, or large while too many bytes are held."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
+                async for piece in request.stream():
+                    body += piece
+                    self._num_held += len(piece)  # the size that is announced costs a client nothing
+                    if num_bytes > SMALL_EVENT_BYTES and self._num_held > MAX_EVENT_BYTES:
+                        return PlainTextResponse("The page is busy; try again later", 503)
+        except TimeoutError:
+            return _late("The request took too long to arrive; try again")
+        return None
+
+    async def _handle(self, route: str, body: bytearray, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = [body]
 
         async def replay() -> Message:
-            return {"type": "http.request", "body": pieces.pop()} if pieces else await receive()
+            return {"type": "http.request", "body": bytes(pieces.pop())} if pieces else await receive()
 
         is_large = len(body) > SMALL_BODY
         async with self._large_joins.lock if is_large else nullcontext():
@@ -297,7 +291,7 @@ class DemoRouteFilter:
         for reader in self._streams.get(session, ()):
             reader.leave()
 
-    def _refused_body(self, route: str, body: bytes) -> PlainTextResponse | None:
+    def _refused_body(self, route: str, body: bytearray) -> PlainTextResponse | None:
         if not is_simple(body):
             return PlainTextResponse("This has too many parts, or too long a number", 413)
         if not route.startswith(EVENTS):

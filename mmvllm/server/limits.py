@@ -53,20 +53,17 @@ class ByteBudget:
     def take(self, reservation: "ByteReservation", num_bytes: int) -> None:
         """Reserve bytes for a request; raises ApiError if there are not as many left."""
         with self._lock:
-            self._take(reservation, num_bytes)
-
-    def _take(self, reservation: "ByteReservation", num_bytes: int) -> None:
-        if reservation.is_released:  # a fetch may end a little later than its request
-            return
-        is_small = reservation.num_bytes + reservation.num_small + num_bytes <= self._capacity // SMALL_SHARE
-        if self._num_reserved + num_bytes <= self._capacity:
-            self.hold(reservation, num_bytes)
-        elif is_small and self._num_small + num_bytes <= self._capacity // RESERVE_SHARE:
-            reservation.num_small += num_bytes
-            self._num_small += num_bytes
-        elif num_bytes:
-            message = "the server holds as many bytes of requests as are allowed; try again later"
-            raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
+            if reservation.is_released:  # a fetch may end a little later than its request
+                return
+            is_small = reservation.num_bytes + reservation.num_small + num_bytes <= self._capacity // SMALL_SHARE
+            if self._num_reserved + num_bytes <= self._capacity:
+                self.hold(reservation, num_bytes)
+            elif is_small and self._num_small + num_bytes <= self._capacity // RESERVE_SHARE:
+                reservation.num_small += num_bytes
+                self._num_small += num_bytes
+            elif num_bytes:
+                message = "the server holds as many bytes of requests as are allowed; try again later"
+                raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
 
     def hold(self, reservation: "ByteReservation", num_bytes: int) -> None:
         """Count bytes of a request, however many there are."""

@@ -12,7 +12,6 @@ from mmvllm import LLM
 from mmvllm.captioning import CaptionSettings, caption_images, context
 from mmvllm.captioning.context import MAX_BYTES, read_context
 from mmvllm.captioning.items import Item
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.captioning.worklist import Selection
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import records
@@ -175,7 +174,7 @@ def test_a_text_that_the_system_makes_itself_is_limited_and_no_text(tmp_path):
     for target, reason in {"/proc/self/environ": "has a NUL character", "/proc/self/smaps": "more than 65536"}.items():
         (tmp_path / "a.txt").symlink_to(target)
         with pytest.raises(ValueError, match=f"the context .*{reason}"):
-            read_context(image, ".txt", DEFAULT_TIMEOUTS)
+            read_context(image, ".txt", 20.0)
         (tmp_path / "a.txt").unlink()
 
 
@@ -184,7 +183,7 @@ def test_a_text_that_cannot_be_read_in_time_is_an_error(tmp_path, monkeypatch):
     is_over = threading.Event()
     monkeypatch.setattr(context, "_read", lambda path: is_over.wait(20))
     with pytest.raises(ValueError, match=r"a\.txt: the context cannot be read \(it takes longer than 0\.05 s\)"):
-        read_context(Item("a.png", "a.png", str(tmp_path / "a.png")), ".txt", Timeouts(image=0.05))
+        read_context(Item("a.png", "a.png", str(tmp_path / "a.png")), ".txt", 0.05)
     is_over.set()
 
 
