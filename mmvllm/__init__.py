@@ -13,14 +13,14 @@ if (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
 
 _EXPORTS_BY_MODULE = {
-    "mmvllm.llm": ("LLM",),
-    "mmvllm.async_llm": ("AsyncLLM",),
+    "mmvllm.entrypoints.llm": ("LLM",),
+    "mmvllm.entrypoints.async_llm": ("AsyncLLM",),
     "mmvllm.engine.llm_engine": ("LLMEngine",),
     "mmvllm.config": ("EngineConfig", "EngineArgs", "AsyncEngineArgs"),
     "mmvllm.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "mmvllm.lora": ("LoRARequest",),
     "mmvllm.inputs": ("TextPrompt", "TokensPrompt"),
-    "mmvllm.structured": ("StructuredOutputsParams",),
+    "mmvllm.structured.params": ("StructuredOutputsParams",),
     "mmvllm.outputs": (
         *("RequestOutput", "CompletionOutput", "Delta", "Logprob"),
         *("EmbeddingOutput", "ScoreOutput", "ContinuationScore", "BeamSearchOutput", "BeamSearchSequence"),

@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet. SIGTERM does the same.
     """
     if os.name == "posix" and os.getpid() == 1:
-        from mmvllm.signals import run_below_first_process
+        from mmvllm.processes.signals import run_below_first_process
 
         run_below_first_process()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell has it ignored

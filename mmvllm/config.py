@@ -8,10 +8,10 @@ from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from mmvllm.arguments import check_arguments, check_int, is_number, with_checked_arguments
-from mmvllm.devices import auto_device
-from mmvllm.quantized_config import CheckpointQuantization
-from mmvllm.text import counted, listed
+from mmvllm.quantization.config import CheckpointQuantization
+from mmvllm.utils.arguments import check_arguments, check_int, is_number, with_checked_arguments
+from mmvllm.utils.devices import auto_device
+from mmvllm.utils.text import counted, listed
 
 if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
     import torch
@@ -347,7 +347,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on, chosen by `mmvllm.devices` for "auto"; raises ValueError for one that is not there.
+        """The device to run on; `mmvllm.utils.devices` chooses "auto". Raises ValueError for one that is not there.
 
         With a `tensor_parallel_size` above 1, further ranks run on the devices that follow.
         """

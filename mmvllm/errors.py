@@ -4,7 +4,7 @@ from collections.abc import Callable
 from string import Formatter
 from typing import Any, TypeVar
 
-from mmvllm.text import counted, shown
+from mmvllm.utils.text import counted, shown
 
 E = TypeVar("E", bound=BaseException)
 

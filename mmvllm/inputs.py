@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.grounding import BoxFormat, ImageGeometry
-from mmvllm.transfer import pinned
+from mmvllm.utils.transfer import pinned
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
 Span = tuple[int, int]  # (offset, length) of a run of tokens in the prompt

@@ -5,8 +5,8 @@ from numbers import Integral
 
 import numpy as np
 
-from mmvllm.arguments import with_checked_arguments
 from mmvllm.errors import ParameterError
+from mmvllm.utils.arguments import with_checked_arguments
 
 POOLINGS = ("last", "mean")
 

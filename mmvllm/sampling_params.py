@@ -9,10 +9,10 @@ from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.arguments import are_ints, is_number, with_checked_arguments
 from mmvllm.errors import ParameterError, RequestError
-from mmvllm.structured import StructuredOutputsParams, as_structured
-from mmvllm.text import shown
+from mmvllm.structured.params import StructuredOutputsParams, as_structured
+from mmvllm.utils.arguments import are_ints, is_number, with_checked_arguments
+from mmvllm.utils.text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor

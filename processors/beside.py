@@ -8,7 +8,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.parts import without_nulls
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 Media = Mapping[str, list]  # by kind, "image" and "video"
 

@@ -20,7 +20,7 @@ from mmvllm.processors.special_tokens import SpecialTokens, splitting
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.processors.tools import for_template
 from mmvllm.processors.video import ClipPlan, VideoProcessor, VideoProcessorConfig
-from mmvllm.text import with_whole_characters
+from mmvllm.utils.text import with_whole_characters
 
 
 def tokenize(tokenizer, text: str) -> list[int]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.inputs import MediaRules
-from mmvllm.text import shown
-from mmvllm.time_limit import TimeIsOver, Watchdog
+from mmvllm.utils.text import shown
+from mmvllm.utils.time_limit import TimeIsOver, Watchdog
 
 SECONDS = 10.0  # for a template to render messages
 WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})

@@ -12,8 +12,8 @@ import urllib.request
 from typing import Any, BinaryIO
 
 from mmvllm.errors import MediaFileError
-from mmvllm.text import beginning_of
-from mmvllm.time_limit import shut_down
+from mmvllm.utils.text import beginning_of
+from mmvllm.utils.time_limit import shut_down
 
 SILENCE_SECONDS = 20.0  # without receiving a byte
 MAX_REASON = 300  # characters; the expression takes the square of their number

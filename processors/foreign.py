@@ -20,7 +20,7 @@ from mmvllm.processors.requests import ParsedRequest, parse_request
 from mmvllm.processors.special_tokens import SpecialTokens
 from mmvllm.processors.tensors import NAMES, media_from_tensors, own_grids, own_token_ids
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 
 class ForeignProcessor:

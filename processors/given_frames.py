@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmvllm.arguments import is_number
 from mmvllm.errors import VideoError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load import dtype_name, is_array, load_image
 from mmvllm.processors.video import ClipPlan, check_fps, resize_frame, resized_to
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
+from mmvllm.utils.arguments import is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 MOST_FRAMES = 2**53  # of the video that they were taken from: up to it, times in seconds are exact

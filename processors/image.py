@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmvllm.arguments import check_int, is_number
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
 from mmvllm.inputs import Grid, Media
@@ -23,7 +22,8 @@ from mmvllm.processors.bounds import check_bounds, pixel_bounds
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.draft import Draft, source_size, with_source_size
 from mmvllm.processors.pixels import orientation_of
-from mmvllm.text import beginning_of, load_json, printable, shown
+from mmvllm.utils.arguments import check_int, is_number
+from mmvllm.utils.text import beginning_of, load_json, printable, shown
 
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 

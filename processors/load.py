@@ -23,7 +23,7 @@ from mmvllm.processors.budget import DECODING
 from mmvllm.processors.decode import Reserve, decode
 from mmvllm.processors.download import download, without_login
 from mmvllm.processors.draft import Draft
-from mmvllm.text import with_article
+from mmvllm.utils.text import with_article
 
 # Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
 MAX_SOURCE_PIXELS = 178_956_970

@@ -8,12 +8,12 @@ from typing import Any
 
 from PIL import Image
 
-from mmvllm.arguments import is_number
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors import qwen_vl_utils
 from mmvllm.processors.image import PART_SIZES
 from mmvllm.processors.video import check_fps
-from mmvllm.text import listed, with_article
+from mmvllm.utils.arguments import is_number
+from mmvllm.utils.text import listed, with_article
 
 SOURCE_KEYS = ("image", "image_url", "image_pil", "url", "path", "base64")
 VIDEO_SOURCE_KEYS = ("video", "video_url", "url", "path", "base64")

@@ -9,7 +9,7 @@ import numpy as np
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Media, MediaRules, Span
 from mmvllm.processors.positions import mrope_positions
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 Encode = Callable[[str], list[int]]  # text -> token ids
 

@@ -25,7 +25,7 @@ from mmvllm.processors.parts import (
 )
 from mmvllm.processors.template_kwargs import check_template_kwargs
 from mmvllm.processors.tools import check_calls, check_tools
-from mmvllm.text import counted, listed, shown
+from mmvllm.utils.text import counted, listed, shown
 
 FORMS = ("messages", "text", "prompt", "prompt_token_ids")
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")

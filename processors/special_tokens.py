@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.text import with_whole_characters
+from mmvllm.utils.text import with_whole_characters
 
 NEVER = "(?!)"  # a pattern without matches
 FIRST_MARK = 0xD800  # half of a surrogate pair: no valid text has it, and it is one character, as what it stands for

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.arguments import are_ints
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.placeholders import engine_input
-from mmvllm.text import counted, shown
+from mmvllm.utils.arguments import are_ints
+from mmvllm.utils.text import counted, shown
 
 # Of patches and grids, by modality, as transformers' processors call them.
 NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}

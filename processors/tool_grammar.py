@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmvllm.processors.tool_calls import END, START
-from mmvllm.schema_keywords import enforceable
-from mmvllm.structured import UnambiguousGrammar
+from mmvllm.structured.params import UnambiguousGrammar
+from mmvllm.structured.schema_keywords import enforceable
 
 # As `json.dumps` writes JSON, which is how prompts show calls. A \u escape could spell the name of a property.
 STYLE = {

@@ -15,8 +15,8 @@ from typing import Any
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import MAX_VALUES, json_object_copy
 from mmvllm.processors.tool_calls import read_arguments
-from mmvllm.schema_keywords import without_nulls
-from mmvllm.text import has_more_values
+from mmvllm.structured.schema_keywords import without_nulls
+from mmvllm.utils.text import has_more_values
 
 logger = logging.getLogger(__name__)
 

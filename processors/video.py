@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mmvllm.arguments import check_int, is_number
 from mmvllm.errors import ParameterError, PromptTooLong
 from mmvllm.inputs import Grid, Media
 from mmvllm.processors import qwen_vl_utils
@@ -26,6 +25,7 @@ from mmvllm.processors.bounds import pixel_bounds
 from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS, MIN_FPS, Clip, VideoInfo
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.image import ImageProcessorConfig, normalized_levels, patchify
+from mmvllm.utils.arguments import check_int, is_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmvllm import EngineConfig, SamplingParams, StructuredOutputsParams
-from mmvllm.arguments import check_arguments, check_key
 from mmvllm.config import ACCEPTED_VLLM_ARGUMENTS as ENGINE_ARGUMENTS
 from mmvllm.sampling_params import ACCEPTED_VLLM_ARGUMENTS as SAMPLING_ARGUMENTS
+from mmvllm.utils.arguments import check_arguments, check_key
 
 KNOWN, ACCEPTED = ("size", "seed"), {"parallel": (1,), "log": None}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmvllm.batch import prompt_batch
+from mmvllm.layers.batch import prompt_batch
 
 CPU = torch.device("cpu")
 

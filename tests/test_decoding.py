@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
-from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import ImageError
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers import tasks
 from tests.helpers.images import encode, noise
 
@@ -58,7 +58,7 @@ def test_processes_that_decode_do_not_load_torch(decoder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
 def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
-    monkeypatch.setattr("mmvllm.decoding._decode", tasks.need_memory)
+    monkeypatch.setattr("mmvllm.media.decoding._decode", tasks.need_memory)
     with decoder.session() as load, pytest.raises(ImageError, match="takes too much memory to decode; shrink it"):
         load.image(b"")
 
@@ -73,6 +73,6 @@ def test_memory_that_a_format_takes_before_it_is_decoded_is_there(file_format):
 
 
 def test_an_image_that_ends_its_process_is_refused(decoder, monkeypatch):
-    monkeypatch.setattr("mmvllm.decoding._decode", tasks.crash_on)
+    monkeypatch.setattr("mmvllm.media.decoding._decode", tasks.crash_on)
     with decoder.session() as load, pytest.raises(ImageError, match=r"its worker process died: .* SIGSEGV"):
         load.image(b"")

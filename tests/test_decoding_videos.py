@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import RequestError, VideoError
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.media.policy import MediaError, MediaPolicy
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
 from mmvllm.processors.video import ClipPlan
 from tests.helpers import tasks
@@ -71,7 +71,7 @@ def test_processes_that_decode_images_do_not_load_torch(decoder, tmp_path):
 @pytest.mark.spawns
 def test_a_video_that_takes_too_long_is_refused(monkeypatch, tmp_path):
     decoder = MediaDecoder(MediaPolicy(video_timeout=0.2))
-    monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.sleep_on)
+    monkeypatch.setattr("mmvllm.media.decoding._decode_video", tasks.sleep_on)
     with decoder.session() as load, pytest.raises(VideoError, match=r"took longer than 0\.2 s to decode; cut or re-"):
         load.video(b"", PLAN)
     decoder.close()
@@ -79,7 +79,7 @@ def test_a_video_that_takes_too_long_is_refused(monkeypatch, tmp_path):
 
 @pytest.mark.spawns
 def test_a_video_that_ends_its_process_is_refused(decoder, monkeypatch):
-    monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.crash_on)
+    monkeypatch.setattr("mmvllm.media.decoding._decode_video", tasks.crash_on)
     with decoder.session() as load, pytest.raises(VideoError, match=r"its worker process died: .* SIGSEGV"):
         load.video(b"", PLAN)
 
@@ -87,7 +87,7 @@ def test_a_video_that_ends_its_process_is_refused(decoder, monkeypatch):
 @pytest.mark.spawns
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
 def test_memory_over_the_limit_is_a_sentence(decoder, monkeypatch):
-    monkeypatch.setattr("mmvllm.decoding._decode_video", tasks.need_memory)
+    monkeypatch.setattr("mmvllm.media.decoding._decode_video", tasks.need_memory)
     with decoder.session() as load, pytest.raises(VideoError, match="the video takes too much memory to decode"):
         load.video(b"", PLAN)
 

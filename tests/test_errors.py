@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mmvllm.errors import ArgumentError, EngineBusy, ImageError, ParameterError, PromptTooLong, RequestsAborted
-from mmvllm.text import counted, listed
+from mmvllm.utils.text import counted, listed
 
 ERRORS = [
     ParameterError("top_p", 2, "in (0, 1]"),

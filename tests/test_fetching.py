@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmvllm import fetching
-from mmvllm.http_fetching import is_allowed
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media import fetching
+from mmvllm.media.http_fetching import is_allowed
+from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.web import ANYWHERE, NAME, PNG, PUBLIC, FakeNetwork, fake_network, fetch, local
 
 
@@ -47,9 +47,9 @@ def test_a_login_is_not_shown(url, network):
 def test_the_http_client_is_imported_only_when_a_host_is_allowed():
     code = """
 import asyncio, sys
-sys.modules["mmvllm.http_fetching"] = None
-from mmvllm.fetching import fetch
-from mmvllm.media import MediaPolicy
+sys.modules["mmvllm.media.http_fetching"] = None
+from mmvllm.media.fetching import fetch
+from mmvllm.media.policy import MediaPolicy
 print(asyncio.run(fetch("data:;base64,aGVsbG8=", MediaPolicy())))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "b'hello'\n"

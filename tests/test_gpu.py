@@ -5,8 +5,8 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.bench.accuracy import NUM_VALUES
-from mmvllm.engine.mixed_graphs import MixedGraphs
-from mmvllm.engine.vision_graphs import VisionGraphs
+from mmvllm.worker.mixed_graphs import MixedGraphs
+from mmvllm.worker.vision_graphs import VisionGraphs
 from tests.helpers.engines import run_at_once
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.parity import GREEDY, REQUESTS, VIDEOS

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from mmvllm import Box, Point, SamplingParams
-from mmvllm.decoding import MediaDecoder
-from mmvllm.media import MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.image import SourceGeometry
 from mmvllm.processors.load import load_image
 from tests.helpers.requests import ask, noise_image

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mmvllm.media import MediaError
+from mmvllm.media.policy import MediaError
 from tests.helpers.web import FakeNetwork, StubServer, fake_network, fetch_from, local
 
 

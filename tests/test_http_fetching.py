@@ -11,10 +11,10 @@ from asyncio.selector_events import BaseSelectorEventLoop
 
 import pytest
 
-from mmvllm import http_fetching
-from mmvllm.fetching import fetch as fetch_media
-from mmvllm.http_fetching import is_allowed
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media import http_fetching
+from mmvllm.media.fetching import fetch as fetch_media
+from mmvllm.media.http_fetching import is_allowed
+from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.async_engines import async_test
 from tests.helpers.web import (
     ANYWHERE,

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
+from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.inputs import EngineInput, MediaItem
-from mmvllm.intake import Prefetcher
-from mmvllm.workers import WorkersUnusable
+from mmvllm.processes.workers import WorkersUnusable
 
 
 def prompt_of(num_bytes: int) -> EngineInput:

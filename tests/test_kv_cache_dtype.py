@@ -8,10 +8,10 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.config import EngineConfig
-from mmvllm.engine.memory import affordable_blocks, empty_kv_cache, kv_block_bytes
 from mmvllm.kernels import rotary
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
+from mmvllm.worker.memory import affordable_blocks, empty_kv_cache, kv_block_bytes
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.kernels import round_to_e4m3_exactly
 from tests.helpers.parity import REQUESTS

@@ -13,9 +13,9 @@ import torch
 
 import mmvllm
 from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
+from mmvllm.entrypoints.intake import Intake
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
-from mmvllm.intake import Intake
 from mmvllm.processors.requests import parse_request
 from tests.helpers.images import encode
 from tests.helpers.requests import ask, noise_image

@@ -12,7 +12,7 @@ import pytest
 import tqdm.auto
 import tqdm.notebook
 
-import mmvllm.llm
+import mmvllm.entrypoints.llm
 from mmvllm import LLM, Delta, RequestOutput, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
 from tests.helpers.requests import ask, noise_image
@@ -242,18 +242,18 @@ class Bars:
 
     def __init__(self, monkeypatch):
         self.made = []
-        real = mmvllm.llm.tqdm
+        real = mmvllm.entrypoints.llm.tqdm
 
         def make(*args, **keys):
             bar = real(*args, **keys)
             self.made.append((keys, bar, not bar.disable))
             return bar
 
-        monkeypatch.setattr(mmvllm.llm, "tqdm", make)
+        monkeypatch.setattr(mmvllm.entrypoints.llm, "tqdm", make)
 
 
 def test_tqdm_chooses_the_kind_of_bar():
-    assert mmvllm.llm.tqdm is tqdm.auto.tqdm
+    assert mmvllm.entrypoints.llm.tqdm is tqdm.auto.tqdm
 
 
 def test_a_notebooks_bar_is_shown_although_its_output_is_no_terminal(llm, monkeypatch):
@@ -262,7 +262,7 @@ def test_a_notebooks_bar_is_shown_although_its_output_is_no_terminal(llm, monkey
     container = SimpleNamespace(children=(widget, widget, widget))
     monkeypatch.setattr(notebook, "status_printer", staticmethod(lambda *args, **keys: container))
     monkeypatch.setattr(notebook, "display", lambda self, *args, **keys: None)
-    monkeypatch.setattr(mmvllm.llm, "tqdm", partial(notebook, display=False))
+    monkeypatch.setattr(mmvllm.entrypoints.llm, "tqdm", partial(notebook, display=False))
     bars = Bars(monkeypatch)
     llm.generate_multimodal([ask("x")] * 3, SHORT)
     llm.generate_multimodal([ask("x")] * 3, SHORT, use_tqdm=False)

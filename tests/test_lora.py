@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmvllm import LoRARequest, RequestError, SamplingParams
-from mmvllm.engine.adapters import AdapterStore, model_without_weights
+from mmvllm.lora.adapters import AdapterStore, model_without_weights
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import load_config
 from tests.helpers.adapters import DECODER, VISION, make_adapter, merged_checkpoint

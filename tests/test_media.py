@@ -10,7 +10,7 @@ import pytest
 
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
 from mmvllm.errors import ArgumentError
-from mmvllm.media import MediaError, MediaPolicy
+from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.images import encode
 from tests.helpers.requests import noise_image
 from tests.helpers.web import PNG

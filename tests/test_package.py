@@ -22,7 +22,7 @@ OF_EXTRAS = (  # modules that need an optional extra
     "mmvllm.captioning.ray_source",
     "mmvllm.captioning.ray_worker",
     "mmvllm.demo.",
-    "mmvllm.http_fetching",
+    "mmvllm.media.http_fetching",
     "mmvllm.server.",
 )
 DOCUMENTS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,7 +109,12 @@ def test_top_level_folders_are_not_packages_of_their_own(folder):
 
 
 # Messages between a process and the workers that it has started itself.
-OWN_PICKLES = ("mmvllm/workers.py", "mmvllm/worker_process.py", "mmvllm/worker_channel.py", "mmvllm/decoding.py")
+OWN_PICKLES = (
+    "mmvllm/processes/workers.py",
+    "mmvllm/processes/worker_process.py",
+    "mmvllm/processes/worker_channel.py",
+    "mmvllm/media/decoding.py",
+)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,8 +8,8 @@ from contextlib import nullcontext, suppress
 
 import pytest
 
-from mmvllm import patterns as patterns_module
-from mmvllm.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_choice, compiled
+from mmvllm.utils import patterns as patterns_module
+from mmvllm.utils.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_choice, compiled
 from tests.helpers.hostile import SLOW_EXPRESSION as SLOW
 
 NAME = "model.language_model.layers.10.self_attn.q_proj"

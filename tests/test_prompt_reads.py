@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine import reading
 from mmvllm.pooling_params import PoolingParams
+from mmvllm.sampling import reading
 from tests.helpers.prompt_reads import (
     GREEDY,
     ONLY_READING,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmvllm import ray_session
 from mmvllm.cli.common import option_name
 from mmvllm.errors import ArgumentError
+from mmvllm.parallel import ray_session
 
 ray = pytest.importorskip("ray")
 

@@ -13,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
-from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.sequence import Sequence
 from mmvllm.inputs import MediaItem
-from mmvllm.routing import BLOCK_TOKENS, COPY_AFTER, EXPECTED_TOKENS, SPARE_REQUESTS, Fingerprint, Router, fingerprint
+from mmvllm.parallel.routing import (
+    BLOCK_TOKENS,
+    COPY_AFTER,
+    EXPECTED_TOKENS,
+    SPARE_REQUESTS,
+    Fingerprint,
+    Router,
+    fingerprint,
+)
+from mmvllm.scheduler.block_manager import BlockManager
+from mmvllm.scheduler.sequence import Sequence
 
 PLACEHOLDER = 9
 IMAGE_TOKENS = 200
@@ -294,7 +302,7 @@ def test_one_of_several_images_is_forgotten():
 # Determinism and accounting.
 
 SEQUENCE_OF_CHOICES = """
-from mmvllm.routing import Router, fingerprint
+from mmvllm.parallel.routing import Router, fingerprint
 router = Router(5)
 for i in range(200):
     fp = fingerprint([*range(i % 7, 300 + i % 7), *range(i)], [(100, b"%d" % (i % 3))], "s", i)

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
-from mmvllm.engine.sampling_rows import SamplingRows
-from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.warmup import WARMUP_PARAMS
+from mmvllm.sampling.sampling_rows import SamplingRows
+from mmvllm.scheduler.sequence import Sequence
 from mmvllm.server.convert import chat_params, completion_params
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from tests.helpers.server import chat, completion
@@ -61,13 +61,13 @@ NOT_DRAWN = {
     "prompt_logprobs": "read while the prompt is computed",
     "n": "sequences of the engine",
     "logit_bias": "SamplingRows.biases",
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "engine/constraints.py"),
-    "logits_processors": "engine/logits_processors.py",
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "sampling/constraints.py"),
+    "logits_processors": "sampling/logits_processors.py",
     "detokenize": "of the text, which is made of the tokens",
     "extra_args": FOR_CALLERS,
-    "structured": "engine/grammar.py",
+    "structured": "sampling/grammar.py",
     "best_of": "engine/choice.py",
-    **dict.fromkeys(BEAMS, "engine/beam_search.py"),
+    **dict.fromkeys(BEAMS, "scheduler/beam_search.py"),
 }
 NOT_WARMED_UP = {
     **dict.fromkeys(("stop", "stop_token_ids", "stop_on_repetition", "n", "best_of"), "takes no path of the sampler"),
@@ -177,7 +177,7 @@ def test_a_field_reaches_the_kernel(name):
         rows.enter(row, Sequence([1], params, request_id="", block_size=4), frozenset())
     first, second = rows.on_device()
     what = "_row_params, and to ROW_PARAMS in kernels/row_params.py and the kernels"
-    message = missing(name, "mmvllm/engine/sampling_rows.py", what, "NOT_DRAWN")
+    message = missing(name, "mmvllm/sampling/sampling_rows.py", what, "NOT_DRAWN")
     assert not torch.equal(first, second) or name in NOT_DRAWN, message
 
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from mmvllm.signals import signals_deferred
+from mmvllm.processes.signals import signals_deferred
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from mmvllm import RequestError, SamplingParams, StructuredOutputsParams
-from mmvllm.schema_keywords import FORMATS
-from mmvllm.structured import MAX_CHARACTERS, MAX_DEPTH
+from mmvllm.structured.params import MAX_CHARACTERS, MAX_DEPTH
+from mmvllm.structured.schema_keywords import FORMATS
 
 
 class Shape(BaseModel):

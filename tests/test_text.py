@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from mmvllm import text
 from mmvllm.config import EngineConfig
-from mmvllm.engine.checkpoint import read_checkpoint
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.lora import read_adapter
-from mmvllm.text import load_json, with_whole_characters
+from mmvllm.utils import text
+from mmvllm.utils.text import load_json, with_whole_characters
+from mmvllm.worker.checkpoint import read_checkpoint
 
 
 @pytest.fixture

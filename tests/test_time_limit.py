@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from mmvllm import time_limit
-from mmvllm.time_limit import TimeIsOver, TimeLimit, Watchdog
+from mmvllm.utils import time_limit
+from mmvllm.utils.time_limit import TimeIsOver, TimeLimit, Watchdog
 
 
 @pytest.fixture

@@ -14,10 +14,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from opentelemetry.util.re import parse_env_headers
 
-from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams, tracing
+from mmvllm import LLM, AsyncLLM, LoRARequest, SamplingParams
+from mmvllm.entrypoints import tracing
+from mmvllm.entrypoints.tracing import (
+    HEADER_VARIABLES,
+    RequestTracer,
+    make_tracer,
+    telling,
+    trace_headers_of,
+    traces_url,
+)
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
-from mmvllm.tracing import HEADER_VARIABLES, RequestTracer, make_tracer, telling, trace_headers_of, traces_url
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
 from tests.helpers.engines import slow_steps

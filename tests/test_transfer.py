@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmvllm.entrypoints.intake import pinning
 from mmvllm.inputs import EngineInput, MediaItem
-from mmvllm.intake import pinning
-from mmvllm.transfer import Uploader, pinned
+from mmvllm.utils.transfer import Uploader, pinned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

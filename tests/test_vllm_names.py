@@ -18,8 +18,8 @@ from mmvllm import (
     TokensPrompt,
 )
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.entrypoints.metrics import Counter, Gauge, Metric
 from mmvllm.errors import RequestError
-from mmvllm.metrics import Counter, Gauge, Metric
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import RequestOutputKind
 from tests.helpers.async_engines import async_test

@@ -17,9 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
-from mmvllm import worker_channel
-from mmvllm.worker_channel import KEPT_BYTES, SHARED_BYTES, Channel, SharedBuffer
-from mmvllm.workers import WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes import worker_channel
+from mmvllm.processes.worker_channel import KEPT_BYTES, SHARED_BYTES, Channel, SharedBuffer
+from mmvllm.processes.workers import WorkerDied, WorkerPool, WorkerTimeout
 from tests.helpers import tasks
 
 MiB = 1024 * 1024
@@ -152,6 +152,6 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
 
 @pytest.mark.spawns
 def test_a_process_can_choose_the_number_of_threads_before_numpy_is_loaded():
-    script = "import sys; import mmvllm.worker_process; print('numpy' in sys.modules)"
+    script = "import sys; import mmvllm.processes.worker_process; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.stderr) == ("False\n", "")

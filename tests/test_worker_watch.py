@@ -6,10 +6,10 @@ from ctypes import c_uint64
 
 import pytest
 
-from mmvllm import worker_process, worker_watch
 from mmvllm.config import EngineConfig
-from mmvllm.worker_process import BEAT_SECONDS, beating
-from mmvllm.worker_watch import START_SECONDS, Watched, first_lost
+from mmvllm.processes import worker_process, worker_watch
+from mmvllm.processes.worker_process import BEAT_SECONDS, beating
+from mmvllm.processes.worker_watch import START_SECONDS, Watched, first_lost
 
 
 class Process:

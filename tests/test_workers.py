@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from mmvllm import workers
 from mmvllm.errors import ImageError
-from mmvllm.worker_process import NICENESS, serve
-from mmvllm.worker_start import how_it_ended
-from mmvllm.worker_watch import new_pulse
-from mmvllm.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
+from mmvllm.processes import workers
+from mmvllm.processes.worker_process import NICENESS, serve
+from mmvllm.processes.worker_start import how_it_ended
+from mmvllm.processes.worker_watch import new_pulse
+from mmvllm.processes.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
 from tests.helpers import tasks
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import wait_until_gone
@@ -249,8 +249,8 @@ def test_processes_ignore_signals_to_the_group_of_their_parent(pool):
 
 
 SCRIPT = """
-from mmvllm.worker_watch import new_pulse
-from mmvllm.workers import WorkerPool
+from mmvllm.processes.worker_watch import new_pulse
+from mmvllm.processes.workers import WorkerPool
 from tests.helpers import tasks
 print("begins")
 pool = WorkerPool(2)
@@ -271,8 +271,8 @@ def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_p
 
 
 MAIN_CLASS = """
-from mmvllm.worker_watch import new_pulse
-from mmvllm.workers import WorkerPool
+from mmvllm.processes.worker_watch import new_pulse
+from mmvllm.processes.workers import WorkerPool
 from tests.helpers import tasks
 class Mine:
     value = 5

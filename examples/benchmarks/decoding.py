@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from mmvllm.bench.workload import encoded, smooth_noise
-from mmvllm.decoding import MediaDecoder
 from mmvllm.media import MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
 
 SIZES = ((500, 400), (1920, 1080), (4000, 3000))
 

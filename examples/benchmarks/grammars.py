@@ -15,10 +15,10 @@ import numpy as np
 
 from mmvllm import SamplingParams
 from mmvllm.captioning import PRESET_SCHEMAS
-from mmvllm.engine.grammar import GrammarCompiler
-from mmvllm.engine.sequence import Sequence
 from mmvllm.engine.tokenizer import load_tokenizer
 from mmvllm.models.folder import BUNDLED
+from mmvllm.sampling.grammar import GrammarCompiler
+from mmvllm.scheduler.sequence import Sequence
 
 GRAMMARS = {
     "tags-json": {"json": PRESET_SCHEMAS["tags-json"]},

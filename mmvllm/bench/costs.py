@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of a model.
 
-Letters as in `mmvllm/batch.py`. A multiply and its add are two operations; only matrix products and attention are
-counted, because all other operations are negligible. Padding, which a checkpoint does not have, is not counted.
+Letters as in `mmvllm/layers/batch.py`. A multiply and its add are two operations; only matrix products and attention
+are counted, because all other operations are negligible. Padding, which a checkpoint does not have, is not counted.
 """
 
 from collections.abc import Callable

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.bench.host_engine import SAMPLING, HostCase, StandIn, engine_options, write_checkpoint
 from mmvllm.bench.host_steps import HostTimes, measure_steps, num_filling_steps
 from mmvllm.bench.host_streams import SPARE_STEPS, measure_streams
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.config import EngineConfig, given_engine_args
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.models.registry import load_config
 
 KINDS = ("decode", "mixed")

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.engine import sampler
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.step_inputs import StepInputs
-from mmvllm.engine.stopwatch import Stopwatch
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
+from mmvllm.sampling import sampler
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.scheduler.step_inputs import StepInputs
+from mmvllm.utils.stopwatch import Stopwatch
+from mmvllm.worker.model_runner import ModelRunner
 
 MAX_BATCHED_TOKENS = 8192  # a prompt that arrives is computed in one step
 SAMPLING = {

@@ -9,9 +9,9 @@ from statistics import median
 
 from mmvllm.bench.host_engine import MAX_BATCHED_TOKENS, HostCase, StandIn
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.engine.sequence import SequenceGroup
 from mmvllm.engine.stats import StepStats
 from mmvllm.inputs import EngineInput
+from mmvllm.scheduler.sequence import SequenceGroup
 
 ROUNDS = 3
 

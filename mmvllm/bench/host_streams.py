@@ -9,11 +9,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.bench.host_engine import HostCase, StandIn
 from mmvllm.bench.host_steps import ROUNDS, HostTimes, median_parts, num_filling_steps, step_parts
-from mmvllm.engine.detokenizer import TokenDecoder
 from mmvllm.engine.stats import StepStats
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.scheduler.detokenizer import TokenDecoder
 
 SPARE_STEPS = 50  # requests reach the engine one by one
 

@@ -17,7 +17,7 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.kernels.dispatch import Case, ExpertShapes, KernelShapes, VisionShapes
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
-from mmvllm.transfer import current_device
+from mmvllm.utils.transfer import current_device
 
 CPU_SECONDS = 0.1  # spent on the repetitions of one case, at least
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmvllm.bench.runs import Run
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 
 def require_matplotlib() -> None:

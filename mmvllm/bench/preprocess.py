@@ -15,13 +15,13 @@ import torch
 from mmvllm.bench import preprocess_video
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
+from mmvllm.entrypoints.intake import NUM_WORKERS
 from mmvllm.inputs import Grid
-from mmvllm.intake import NUM_WORKERS
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
+from mmvllm.processes.workers import WorkerPool
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
-from mmvllm.workers import WorkerPool
 
 FORMATS = ("jpeg", "png", "webp")
 

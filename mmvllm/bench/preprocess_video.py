@@ -16,7 +16,7 @@ from mmvllm.bench.measures import waiting_seconds
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.runs import Mmvllm
 from mmvllm.bench.workload import smooth_noise
-from mmvllm.llm import LLM
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_media_configs
 from mmvllm.processors.clip import VideoInfo

@@ -12,11 +12,11 @@ from torch import nn
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.bench.stored import StoredBytes
-from mmvllm.engine.memory import kv_block_bytes
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.layers.linear import Linear
-from mmvllm.llm import LLM
 from mmvllm.models.forms import choose_forms
 from mmvllm.outputs import RequestOutput
+from mmvllm.worker.memory import kv_block_bytes
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 30}  # far larger than any cache
 MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from mmvllm.engine.stats import StepStats
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.inputs import EngineInput, Grid
-from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
 from mmvllm.sampling_params import SamplingParams
 

@@ -13,10 +13,10 @@ from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Mmvllm, Run
 from mmvllm.bench.workload import Workload, image_sizes
 from mmvllm.config import EngineConfig, ModelConfig, given_engine_args
-from mmvllm.llm import LLM
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 
 @dataclass(frozen=True, slots=True)

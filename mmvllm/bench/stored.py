@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmvllm.layers.form import WeightForm
 from mmvllm.layers.linear import ConvertedModule
+from mmvllm.quantization.form import WeightForm
 
 
 @dataclass(frozen=True, slots=True)

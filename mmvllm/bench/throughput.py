@@ -7,7 +7,7 @@ from mmvllm.bench import measures
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.runs import Run
 from mmvllm.bench.setup import Bench
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 LATENCIES = {
     "first_token_seconds": "time to first token",

@@ -18,14 +18,14 @@ from mmvllm.captioning.prompts import PromptPrefetcher
 from mmvllm.captioning.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST, captions_of, first_error
+from mmvllm.entrypoints.intake import Prefetcher, Prepare, Prepared, pinning, timed
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
-from mmvllm.intake import Prefetcher, Prepare, Prepared, pinning, timed
-from mmvllm.llm import LLM
 from mmvllm.outputs import RequestOutput
+from mmvllm.processes.workers import NUM_WORKERS, WorkersUnusable
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.download import without_login
 from mmvllm.processors.foreign import ForeignProcessor
-from mmvllm.workers import NUM_WORKERS, WorkersUnusable
 
 Select = Callable[[Prepared], bool]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import is_media_name
 from mmvllm.errors import ArgumentError
-from mmvllm.time_limit import TimeIsOver, TimeLimit
+from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
 
 MODES = ("prepend", "append")
 MAX_BYTES = 64 * 1024

@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx
 
-from mmvllm.arguments import check_key
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.sampling_params import UNLIMITED, SamplingParams
-from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import beginning_of, check_json_size, parse_json, printable
-from mmvllm.time_limit import TimeIsOver, TimeLimit, shut_down
+from mmvllm.structured.params import StructuredOutputsParams
+from mmvllm.utils.arguments import check_key
+from mmvllm.utils.text import beginning_of, check_json_size, parse_json, printable
+from mmvllm.utils.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before

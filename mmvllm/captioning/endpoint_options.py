@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.arguments import check_int
 from mmvllm.captioning.timeouts import check_seconds
 from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
+from mmvllm.utils.arguments import check_int
 
 if TYPE_CHECKING:
     from mmvllm.captioning.endpoint import Endpoint

@@ -19,8 +19,8 @@ from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.objects import parsed
 from mmvllm.captioning.preparation import seen_of_image
 from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.entrypoints.intake import Prepare, Prepared
 from mmvllm.errors import RequestError
-from mmvllm.intake import Prepare, Prepared
 from mmvllm.outputs import RequestOutput
 
 MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it

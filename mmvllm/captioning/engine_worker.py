@@ -19,7 +19,7 @@ from mmvllm.captioning.record import SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.several import LIST
 from mmvllm.captioning.timeouts import Timeouts
-from mmvllm.llm import LLM
+from mmvllm.entrypoints.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from mmvllm.captioning.settings_file import SettingsFile
 from mmvllm.captioning.several import LIST, caption_columns
 from mmvllm.errors import ArgumentError
 from mmvllm.sampling_params import MAX_COMPLETIONS
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 logger = logging.getLogger(__name__)
 SYNC_SECONDS = 1.0

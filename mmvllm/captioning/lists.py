@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.names import URL, is_video_name, relative_of_url, relative_path
-from mmvllm.text import check_json_size, parse_json
+from mmvllm.utils.text import check_json_size, parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9

@@ -17,8 +17,10 @@ from mmvllm.captioning.names import FORMATS
 from mmvllm.captioning.tars import TarMember
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
 from mmvllm.config import MiB
-from mmvllm.decoding import import_video_decoders, memory_of_video
 from mmvllm.errors import RequestError
+from mmvllm.media.decoding import import_video_decoders, memory_of_video
+from mmvllm.processes.worker_process import reserve_in_parent
+from mmvllm.processes.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING, DecodeBudget
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
@@ -27,9 +29,7 @@ from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.scan import needs_limits
 from mmvllm.processors.video import ClipPlan
-from mmvllm.time_limit import TimeLimit
-from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.utils.time_limit import TimeLimit
 
 T = TypeVar("T")
 

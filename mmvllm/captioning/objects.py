@@ -6,10 +6,10 @@ import sys
 from typing import Any
 from urllib.parse import unquote
 
-from mmvllm.arguments import is_number
 from mmvllm.errors import ArgumentError, RequestError
-from mmvllm.structured import StructuredOutputsParams
-from mmvllm.text import parse_json, refuse_constant
+from mmvllm.structured.params import StructuredOutputsParams
+from mmvllm.utils.arguments import is_number
+from mmvllm.utils.text import parse_json, refuse_constant
 
 OBJECT = "object"  # of a record whose job has a schema: the parsed caption, None if that was cut short
 TEXTS = list[str]  # the kind of a column of lists

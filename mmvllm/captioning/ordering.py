@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from threading import Semaphore
 from typing import Generic, TypeVar
 
-from mmvllm.memory_limit import memory_of
+from mmvllm.utils.memory_limit import memory_of
 
 T = TypeVar("T")
 

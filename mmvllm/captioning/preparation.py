@@ -12,6 +12,7 @@ from mmvllm.captioning.loading import Loader, LoaderInWorker, run_for
 from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
+from mmvllm.processes.workers import WorkerPool
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
@@ -21,7 +22,6 @@ from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan
-from mmvllm.workers import WorkerPool
 
 CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
 

@@ -23,11 +23,11 @@ from mmvllm.captioning.index import Index
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.task_queue import POLL_SECONDS, TaskQueue, Work
 from mmvllm.captioning.worklist import Worklist
-from mmvllm.engine.placement import Placement
 from mmvllm.errors import EngineFailed
-from mmvllm.signals import wait_until
-from mmvllm.worker_start import KILL_SECONDS
-from mmvllm.workers import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
+from mmvllm.parallel.placement import Placement
+from mmvllm.processes.signals import wait_until
+from mmvllm.processes.worker_start import KILL_SECONDS
+from mmvllm.processes.workers import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
+from mmvllm.entrypoints.intake import Prefetcher, Prepared
 from mmvllm.inputs import EngineInput
-from mmvllm.intake import Prefetcher, Prepared
 
 
 class PromptPrefetcher:

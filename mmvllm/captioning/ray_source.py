@@ -16,7 +16,6 @@ from typing import Any
 import ray
 import ray.data
 
-from mmvllm import ray_session
 from mmvllm.captioning.engine_worker import EngineSpec, finalized
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.files import CaptionFiles
@@ -26,6 +25,7 @@ from mmvllm.captioning.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.errors import ArgumentError
+from mmvllm.parallel import ray_session
 
 logger = logging.getLogger(__name__)
 MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cause

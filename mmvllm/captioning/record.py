@@ -6,7 +6,7 @@ from typing import Any
 
 from mmvllm.captioning.objects import OBJECT
 from mmvllm.captioning.several import LIST
-from mmvllm.text import parse_json
+from mmvllm.utils.text import parse_json
 
 COLUMNS = {
     "path": str,  # as found; tar member: "shard.tar/name"; data URI: "list.jsonl:12"

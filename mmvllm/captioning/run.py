@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mmvllm.arguments import check_int
 from mmvllm.captioning.captioner import Captioner
 from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
 from mmvllm.captioning.engine_worker import EngineSpec
@@ -25,10 +24,11 @@ from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSe
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.captioning.worklist import Selection, Worklist
 from mmvllm.config import EngineConfig
-from mmvllm.engine.placement import Placement, place_engines
+from mmvllm.entrypoints.llm import LLM
 from mmvllm.errors import ArgumentError
-from mmvllm.llm import LLM
 from mmvllm.models.folder import model_name
+from mmvllm.parallel.placement import Placement, place_engines
+from mmvllm.utils.arguments import check_int
 
 if TYPE_CHECKING:
     from mmvllm.captioning.endpoint import Endpoint

@@ -16,7 +16,7 @@ from mmvllm.captioning.replacing import replacing
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
 from mmvllm.sampling_params import MAX_COMPLETIONS
-from mmvllm.text import beginning_of, load_json, printable
+from mmvllm.utils.text import beginning_of, load_json, printable
 
 VERSION = 2
 MAX_FOLDERS = 100  # that are kept; relative paths are looked for in each of them

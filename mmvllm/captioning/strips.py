@@ -9,9 +9,9 @@ from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.tars import Source
 from mmvllm.captioning.thumbnails import encoded
 from mmvllm.models.video import VIDEO_DEFAULTS
+from mmvllm.processes.workers import WorkersUnusable
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.video import ClipPlan, Resize, shrunk
-from mmvllm.workers import WorkersUnusable
 
 NUM_FRAMES = 4
 SIDE = 128  # pixels, the longer side of a frame

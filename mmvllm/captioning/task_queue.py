@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mmvllm.captioning.captioner import Task
-from mmvllm.signals import wait_until
+from mmvllm.processes.signals import wait_until
 
 POLL_SECONDS = 0.05  # an engine's wait for images or for records, between looks at the other
 FOUND_AHEAD = 64  # tasks that no engine has taken

@@ -9,8 +9,8 @@ from PIL import Image
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.tars import Source
+from mmvllm.processes.workers import WorkersUnusable
 from mmvllm.processors.draft import Draft
-from mmvllm.workers import WorkersUnusable
 
 SIDE = 160  # pixels, the longer side
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from mmvllm.arguments import MAX_SECONDS, is_number
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.processors.decode import Reserve
-from mmvllm.time_limit import TimeIsOver, TimeLimit
+from mmvllm.utils.arguments import MAX_SECONDS, is_number
+from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
 
 T = TypeVar("T")
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mmvllm.arguments import is_number
 from mmvllm.captioning.items import Item
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS
+from mmvllm.utils.arguments import is_number
 
 MIN_FRAME_PIXELS = 128 * 28 * 28  # to which qwen-vl-utils enlarges smaller frames
 _INTEGER = (lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1")

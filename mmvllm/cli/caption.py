@@ -30,7 +30,7 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.cli.stopping import stopping
-from mmvllm.text import parse_json
+from mmvllm.utils.text import parse_json
 
 if TYPE_CHECKING:
     from mmvllm.captioning.endpoint_options import EndpointOptions

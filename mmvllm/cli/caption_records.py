@@ -8,7 +8,7 @@ from typing import TextIO
 
 from mmvllm.captioning.several import shown_captions
 from mmvllm.processors.download import without_login
-from mmvllm.text import printable
+from mmvllm.utils.text import printable
 
 MAX_FAILURES = 10  # printed while captions are recorded
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mmvllm.text import printable
+from mmvllm.utils.text import printable
 
 if TYPE_CHECKING:
     from mmvllm.captioning.progress import Progress

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mmvllm.arguments import MAX_SECONDS
 from mmvllm.errors import RequestError
 from mmvllm.processors.template_kwargs import check_template_kwargs
-from mmvllm.text import parse_json
+from mmvllm.utils.arguments import MAX_SECONDS
+from mmvllm.utils.text import parse_json
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from mmvllm.cli.common import (
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
-from mmvllm.signals import ended_by_second_signal
+from mmvllm.processes.signals import ended_by_second_signal
 
 POLL_SECONDS = 0.1  # between looks whether a signal has come
 
@@ -91,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
     import uvicorn.config
 
-    from mmvllm.async_llm import AsyncLLM
-    from mmvllm.decoding import MediaDecoder
     from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
+    from mmvllm.entrypoints.async_llm import AsyncLLM
+    from mmvllm.media.decoding import MediaDecoder
 
     engine = AsyncLLM(
         args.model,

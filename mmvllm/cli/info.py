@@ -67,7 +67,7 @@ def _devices(memory_share: float) -> dict[str, str]:
 
     import torch
 
-    from mmvllm.devices import cuda_unusable, unsupported_accelerators
+    from mmvllm.utils.devices import cuda_unusable, unsupported_accelerators
 
     devices = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"}
     for i in range(torch.cuda.device_count()):

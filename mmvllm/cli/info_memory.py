@@ -6,14 +6,14 @@ Where several devices share a model, it is that of one of them: of the first, wh
 import torch
 
 from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
-from mmvllm.engine.memory import affordable_blocks, kv_block_bytes
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
 from mmvllm.models.forms import choose_forms, keep_codes
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import PlannedRank, rank_config
-from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.processes.ranks import SINGLE, Ranks
+from mmvllm.worker.memory import affordable_blocks, kv_block_bytes
 
 # What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
 # and the tensors of a step. 590 to 670 MiB were measured with Qwen3-VL-2B and Qwen2.5-VL-3B, images of 448x448.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mmvllm.cli.common import at_least_one, option_name, seconds
 from mmvllm.errors import ArgumentError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 
 # Field of MediaPolicy -> parsed argument.
 DESTS = {

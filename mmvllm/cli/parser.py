@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from mmvllm.text import suggestion
+from mmvllm.utils.text import suggestion
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from mmvllm.captioning.progress import Progress
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun

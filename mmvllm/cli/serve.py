@@ -5,7 +5,6 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.arguments import check_key
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
     add_completion_arguments,
@@ -23,12 +22,13 @@ from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments,
 from mmvllm.cli.ports import listen, port
 from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.cli.vllm_options import add_vllm_options, tell_unused
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.tracing import check_endpoint
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import model_name
+from mmvllm.processes.signals import ended_by_second_signal
 from mmvllm.server.settings import ServerSettings
-from mmvllm.signals import ended_by_second_signal
-from mmvllm.text import parse_json
-from mmvllm.tracing import check_endpoint
+from mmvllm.utils.arguments import check_key
+from mmvllm.utils.text import parse_json
 
 DEFAULTS = ServerSettings(model_names=())
 KEY_VARIABLE = "MMVLLM_API_KEY"
@@ -273,8 +273,8 @@ def run(args: argparse.Namespace) -> int:
         check(args)
         tell_if_bundled(args)
 
-        from mmvllm.async_llm import AsyncLLM
         from mmvllm.engine.garbage import without_old_objects
+        from mmvllm.entrypoints.async_llm import AsyncLLM
         from mmvllm.server.app import build_app
         from mmvllm.server.run import KEEP_ALIVE_SECONDS, make_server
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mmvllm.signals import ended_by_second_signal
+from mmvllm.processes.signals import ended_by_second_signal
 
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun

@@ -13,7 +13,7 @@ from mmvllm.outputs import RequestOutput
 from mmvllm.processors.clip import DEFAULT_FPS
 from mmvllm.processors.parts import check_numbers
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.text import shown
+from mmvllm.utils.text import shown
 
 Uploaded = UploadedImage | UploadedVideo
 

@@ -3,7 +3,7 @@
 import html
 
 from mmvllm.demo.videos import UploadedVideo
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 
 def estimate(videos: list[tuple[UploadedVideo, int]], note: str) -> str:

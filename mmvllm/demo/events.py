@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import gradio as gr
 
-from mmvllm.text import parse_json
+from mmvllm.utils.text import parse_json
 
 MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
 MAX_FILES = 200  # and of a conversation: each is written into every update of the page

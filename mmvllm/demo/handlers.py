@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.conversation import Options, Turn, Uploaded, media_in, to_chat, turn_at
 from mmvllm.demo.estimate import estimate
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
@@ -25,10 +24,11 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import ClipOptions, UploadedVideo, is_video, why_no_videos
 from mmvllm.demo.words import BUNDLED_NAME, NEEDS_IMAGE, NO_COPIES, SMALL_COPIES, spoken, warn
 from mmvllm.errors import DeadlineExceeded, EngineUnavailable, RequestFailed
-from mmvllm.text import counted
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.utils.text import counted
 
 if TYPE_CHECKING:
-    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.entrypoints.async_llm import AsyncLLM
 
 DEFAULT_QUESTION, VIDEO_QUESTION = "Describe this image.", "Describe this video."
 

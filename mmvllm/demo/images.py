@@ -9,11 +9,11 @@ from typing import TypeVar
 from PIL import Image
 
 from mmvllm.errors import MediaFileError, RequestError
-from mmvllm.media import MediaError
+from mmvllm.media.policy import MediaError
+from mmvllm.processes.workers import WorkersUnusable
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.load_video import Load
-from mmvllm.workers import WorkersUnusable
 
 SMALLEST = Draft(max_pixels=1, min_side=1)
 T = TypeVar("T")

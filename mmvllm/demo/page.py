@@ -28,8 +28,8 @@ from mmvllm.processors.load_video import DIRECT
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmvllm.async_llm import AsyncLLM
-    from mmvllm.decoding import MediaDecoder
+    from mmvllm.entrypoints.async_llm import AsyncLLM
+    from mmvllm.media.decoding import MediaDecoder
 
 HERE = Path(__file__).parent
 EXAMPLES = {

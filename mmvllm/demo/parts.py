@@ -5,7 +5,7 @@ import logging
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.formparsers import MultiPartException
 
-from mmvllm.text import counted
+from mmvllm.utils.text import counted
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a malformed upload is its sender's error
 

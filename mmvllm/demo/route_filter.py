@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmvllm.asgi import in_pieces
 from mmvllm.demo.assets import CompressedFiles, as_it_is, is_file
 from mmvllm.demo.checks import (
     clean_headers,
@@ -33,7 +32,8 @@ from mmvllm.demo.parts import FileParts
 from mmvllm.demo.session import MAX_SESSIONS, Sessions
 from mmvllm.demo.turns import Turns
 from mmvllm.demo.uploads import Incoming
-from mmvllm.text import counted, parse_json
+from mmvllm.utils.asgi import in_pieces
+from mmvllm.utils.text import counted, parse_json
 
 API = "/gradio_api/"
 # Gradio has further routes, which would fetch URLs for clients or write files that belong to no session.

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.decoding import NUM_VIDEO_WORKERS, MediaDecoder
 from mmvllm.demo.conversation import (
     Options,
     TokenCounts,
@@ -28,12 +27,13 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
+from mmvllm.media.decoding import NUM_VIDEO_WORKERS, MediaDecoder
 from mmvllm.outputs import Delta, RequestOutput
+from mmvllm.processes.workers import NUM_WORKERS
 from mmvllm.processors.load_video import Load
-from mmvllm.workers import NUM_WORKERS
 
 if TYPE_CHECKING:
-    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.entrypoints.async_llm import AsyncLLM
 
 TICK_SECONDS = 0.05  # interval of the page's updates
 # Above these numbers of sessions, and of those without an open tab, the one that was idle longest of the latter goes.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 
 
 @dataclass(frozen=True, slots=True)

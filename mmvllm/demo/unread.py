@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from mmvllm.memory_limit import memory_of
+from mmvllm.utils.memory_limit import memory_of
 
 MAX_UNREAD_BYTES = 2**27  # of all sessions; a result has a conversation, of which the longest take a few megabytes
 SENT_FACTOR = 6  # gradio keeps a message beside its bytes, and its text with up to 4 bytes for each character

@@ -15,7 +15,7 @@ from mmvllm.demo.images import UploadError, decoded
 from mmvllm.demo.strip import PreviewPlan, Strip, strip_of
 from mmvllm.errors import VideoError
 from mmvllm.inputs import Media, MediaRules
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load_video import Load
@@ -24,9 +24,9 @@ from mmvllm.processors.placeholders import Encode, expansion_of
 from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
 
 if TYPE_CHECKING:
-    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.entrypoints.async_llm import AsyncLLM
 
-SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.VIDEO_CONTAINERS`
+SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.policy.VIDEO_CONTAINERS`
 MAX_TIMESTAMPS = 2**14  # whose tokens are remembered: the videos of a conversation are counted with each question
 TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
 # By which gradio knows a video; not every system knows these.

@@ -8,7 +8,7 @@ import gradio as gr
 from mmvllm.demo.images import UploadError
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineUnavailable, PromptTooLong, RequestError, RequestFailed
 from mmvllm.models.folder import BUNDLED_NAME
-from mmvllm.text import beginning_of
+from mmvllm.utils.text import beginning_of
 
 MAX_WARNING = 1000  # characters
 BUNDLED_WARNING = (

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from mmvllm.engine.beam_search import Candidate
-from mmvllm.engine.sampled import token_logprobs
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
 from mmvllm.outputs import LogprobsById
+from mmvllm.scheduler.beam_search import Candidate
+from mmvllm.scheduler.sampled import token_logprobs
+from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup
 
 
 def choose(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:

@@ -14,13 +14,13 @@ from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
 from mmvllm.engine.releasing import ReleasableEngine
-from mmvllm.engine.sequence import SequenceStatus
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import EngineFailed, RequestFailed
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
-from mmvllm.ranks import RanksFailed
+from mmvllm.processes.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.scheduler.sequence import SequenceStatus
 
 logger = logging.getLogger(__name__)
 

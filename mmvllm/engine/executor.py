@@ -3,15 +3,15 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.peers import Peers
-from mmvllm.engine.sampled import SampledTokens
-from mmvllm.engine.sampler import Sampled, Sampler
-from mmvllm.engine.schedule import Schedule
-from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.step_inputs import pack_step
-from mmvllm.engine.stopwatch import Stopwatch
-from mmvllm.signals import signals_deferred
+from mmvllm.processes.signals import signals_deferred
+from mmvllm.sampling.sampler import Sampled, Sampler
+from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.scheduler import Scheduler
+from mmvllm.scheduler.step_inputs import pack_step
+from mmvllm.utils.stopwatch import Stopwatch
+from mmvllm.worker.model_runner import ModelRunner
+from mmvllm.worker.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)

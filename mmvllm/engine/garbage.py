@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from mmvllm.memory_limit import return_freed_memory
+from mmvllm.utils.memory_limit import return_freed_memory
 
 
 @contextmanager

@@ -10,24 +10,24 @@ import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from mmvllm.arguments import are_ints
 from mmvllm.config import ModelConfig
-from mmvllm.engine.adapters import Adapter
-from mmvllm.engine.beam_search import BeamSearch
-from mmvllm.engine.beams import Beams
-from mmvllm.engine.constraints import ConstraintFactory, check_in_vocabulary
-from mmvllm.engine.detokenizer import CompletionText
-from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.grammar import GrammarCompiler, MaskTime
-from mmvllm.engine.prompt_reads import LogprobReads, PooledReads, PromptReads
-from mmvllm.engine.sequence import Sequence, SequenceGroup
 from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
+from mmvllm.lora.adapters import Adapter
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.chat import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
+from mmvllm.sampling.constraints import ConstraintFactory, check_in_vocabulary
+from mmvllm.sampling.grammar import GrammarCompiler, MaskTime
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.text import shown
+from mmvllm.scheduler.beam_search import BeamSearch
+from mmvllm.scheduler.beams import Beams
+from mmvllm.scheduler.detokenizer import CompletionText
+from mmvllm.scheduler.encoder_cache import EncoderCache
+from mmvllm.scheduler.prompt_reads import LogprobReads, PooledReads, PromptReads
+from mmvllm.scheduler.sequence import Sequence, SequenceGroup
+from mmvllm.utils.arguments import are_ints
+from mmvllm.utils.text import shown
 
 Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInput
 

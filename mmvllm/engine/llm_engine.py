@@ -15,34 +15,34 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import EngineArgs, EngineConfig
-from mmvllm.engine.adapters import Adapter, AdapterStore, model_without_weights
-from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.checkpoint import read_checkpoint
-from mmvllm.engine.device_errors import is_fatal
-from mmvllm.engine.encoder_cache import EncoderCache
 from mmvllm.engine.executor import Executor, Launched
-from mmvllm.engine.grammar import GrammarCompiler
 from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
-from mmvllm.engine.peer_processes import start_runner
 from mmvllm.engine.recovery import Recovery
-from mmvllm.engine.sampled import SampledTokens
-from mmvllm.engine.sampler import Sampler
-from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.sequence import FinishReason, SequenceGroup
 from mmvllm.engine.stats import EngineStats, Meter, StepStats, step_stats
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
 from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
-from mmvllm.forks import OwnProcess
 from mmvllm.inputs import EngineInput
 from mmvllm.lora import LoRARequest
+from mmvllm.lora.adapters import Adapter, AdapterStore, model_without_weights
 from mmvllm.outputs import RequestOutput
 from mmvllm.pooling_params import PoolingParams
+from mmvllm.processes.ranks import RanksFailed
 from mmvllm.processors.tensors import Array
-from mmvllm.ranks import RanksFailed
+from mmvllm.sampling.grammar import GrammarCompiler
+from mmvllm.sampling.sampler import Sampler
 from mmvllm.sampling_params import SamplingParams, with_defaults
-from mmvllm.transfer import current_device
+from mmvllm.scheduler.block_manager import BlockManager
+from mmvllm.scheduler.encoder_cache import EncoderCache
+from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.scheduler import Scheduler
+from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
+from mmvllm.utils.forks import OwnProcess
+from mmvllm.utils.transfer import current_device
+from mmvllm.worker.checkpoint import read_checkpoint
+from mmvllm.worker.device_errors import is_fatal
+from mmvllm.worker.peer_processes import start_runner
 
 logger = logging.getLogger(__name__)
 

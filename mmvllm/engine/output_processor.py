@@ -5,13 +5,13 @@ from functools import cache, cached_property
 
 from mmvllm.engine.boxes import BoxReader
 from mmvllm.engine.choice import choose
-from mmvllm.engine.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
-from mmvllm.engine.prompt_reads import LogprobReads, PooledReads
 from mmvllm.engine.repetition import tokens_missing
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.errors import RequestError
 from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
+from mmvllm.scheduler.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
+from mmvllm.scheduler.prompt_reads import LogprobReads, PooledReads
+from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 MAX_HELD = 64  # tokens whose text is not settled, where log-probabilities take memory only until a delta has them
 

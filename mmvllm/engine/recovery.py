@@ -4,11 +4,11 @@ import logging
 
 import torch
 
-from mmvllm.engine.device_errors import is_fatal, is_out_of_memory
-from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.engine.schedule import Schedule
-from mmvllm.engine.scheduler import RECOVERY_STEPS, Scheduler
-from mmvllm.engine.sequence import FinishReason, SequenceGroup
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.scheduler import RECOVERY_STEPS, Scheduler
+from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
+from mmvllm.worker.device_errors import is_fatal, is_out_of_memory
+from mmvllm.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import add
 
-from mmvllm.engine.schedule import Schedule
-from mmvllm.engine.scheduler import Scheduler
 from mmvllm.outputs import RequestOutput
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.scheduler import Scheduler
 
 RATE_WINDOW_S = 10.0
 TOTALS = (

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
-from mmvllm.patterns import PatternError, check_repeats_no_choice
 from mmvllm.processors.special_tokens import splitting
-from mmvllm.text import beginning_of, check_file_size, load_json, printable, read_text
+from mmvllm.utils.patterns import PatternError, check_repeats_no_choice
+from mmvllm.utils.text import beginning_of, check_file_size, load_json, printable, read_text
 
 # What transformers reads whole, of tokenizers of any class.
 FILES = (

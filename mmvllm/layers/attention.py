@@ -10,11 +10,11 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
-from mmvllm.transfer import to_device
+from mmvllm.layers.batch import Batch
+from mmvllm.utils.transfer import to_device
 
 FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
 

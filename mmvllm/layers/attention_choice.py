@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mmvllm.batch import Batch
 from mmvllm.kernels.dispatch import triton_unusable
 from mmvllm.kernels.fp8 import E4M3, supports_fp8
 from mmvllm.kernels.kv_cache import CODE_LIMITS, KVCache
@@ -22,7 +21,8 @@ from mmvllm.layers.attention import (
     TorchVarlenAttention,
     TritonAttention,
 )
-from mmvllm.text import listed
+from mmvllm.layers.batch import Batch
+from mmvllm.utils.text import listed
 
 Backend = type[AttentionBackend]
 WhyNot = Callable[[Backend], str | None]

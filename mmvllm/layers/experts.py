@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmvllm.batch import AdapterRows
 from mmvllm.config import ExpertsConfig
 from mmvllm.kernels.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add
-from mmvllm.layers.form import WeightForm
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.linear import ConvertedModule, by_rows
-from mmvllm.layers.packed import PackedWeight
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.processes.ranks import SINGLE, Ranks
+from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.packed import PackedWeight
 
 
 class SparseMLP(nn.Module):

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmvllm.batch import AdapterRows
 from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
-from mmvllm.layers.coded import CodedParts, CodedWeight
-from mmvllm.layers.form import WeightForm
-from mmvllm.layers.fp8 import Fp8Weight
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.lora import AdapterStack
-from mmvllm.layers.packed import PackedGate, PackedWeight
 from mmvllm.layers.sharding import CheckpointView, Shard
+from mmvllm.quantization.coded import CodedParts, CodedWeight
+from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.fp8 import Fp8Weight
+from mmvllm.quantization.packed import PackedGate, PackedWeight
 
 _CACHED_ROWS = 1024
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mmvllm.batch import AdapterRows
 from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.kernels.lora import lora_add
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.sharding import Shard
 
 Region = tuple[Shard, Shard]  # the rows and the columns of a checkpoint's weight that a rank holds

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from mmvllm.batch import AdapterRows
 from mmvllm.kernels.fp8 import Fp8Rows
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.linear import PaddedLinear, SiluGate, by_rows
 from mmvllm.layers.sharding import Shard
 

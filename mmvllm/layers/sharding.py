@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mmvllm.layers.coded import CodesView
-from mmvllm.ranks import Ranks
+from mmvllm.processes.ranks import Ranks
+from mmvllm.quantization.coded import CodesView
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmvllm.layers.linear import AssembledModule, Linear
 from mmvllm.layers.sharding import CheckpointView, Shard, shard_width
-from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.processes.ranks import SINGLE, Ranks
 
 
 class VocabularyEmbedding(nn.Module, AssembledModule):

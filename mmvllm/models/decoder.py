@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.kernels.fp8 import Fp8Rows
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.batch import Batch
 from mmvllm.layers.experts import SparseMLP
 from mmvllm.layers.linear import Linear, MergedLinear
 from mmvllm.layers.mlp import GatedMLP
@@ -19,7 +19,7 @@ from mmvllm.layers.sharding import Shard
 from mmvllm.layers.vocabulary import VocabularyEmbedding
 from mmvllm.models.rotary import mrope_cos_sin
 from mmvllm.models.splitting import key_value_heads, query_heads
-from mmvllm.ranks import SINGLE, Ranks
+from mmvllm.processes.ranks import SINGLE, Ranks
 
 
 class Attention(nn.Module):

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmvllm.arguments import check_key
 from mmvllm.models.hf_config import quantization_of
 from mmvllm.models.registry import read_config
-from mmvllm.text import load_json, some_of, without_logins
+from mmvllm.utils.arguments import check_key
+from mmvllm.utils.text import load_json, some_of, without_logins
 
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"

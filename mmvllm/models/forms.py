@@ -7,16 +7,16 @@ from torch import nn
 
 from mmvllm.kernels.float32_speed import multiplies_float32_faster
 from mmvllm.kernels.fp8 import supports_fp8
-from mmvllm.layers.coded import int4_group_size
 from mmvllm.layers.experts import Experts
-from mmvllm.layers.form import WeightForm
-from mmvllm.layers.fp8 import Fp8Weight, check_sizes, fp8_unusable
-from mmvllm.layers.grouped import GroupedInt4Weight, GroupedWeight
 from mmvllm.layers.linear import ConvertedModule, Linear
-from mmvllm.layers.packed import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
-from mmvllm.quantized_config import CheckpointQuantization, WeightScheme
+from mmvllm.quantization.coded import int4_group_size
+from mmvllm.quantization.config import CheckpointQuantization, WeightScheme
+from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.fp8 import Fp8Weight, check_sizes, fp8_unusable
+from mmvllm.quantization.grouped import GroupedInt4Weight, GroupedWeight
+from mmvllm.quantization.packed import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
 
 _DECODER, _VIT = "decoder.layers.", "visual."
 _HALF = (torch.float16, torch.bfloat16)

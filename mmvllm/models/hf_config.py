@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.arguments import check_int, is_number
 from mmvllm.config import torch_dtype
-from mmvllm.quantized_config import CheckpointQuantization, parse_quantization
+from mmvllm.quantization.config import CheckpointQuantization, parse_quantization
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.text import load_json
+from mmvllm.utils.arguments import check_int, is_number
+from mmvllm.utils.text import load_json
 
 if TYPE_CHECKING:
     import torch

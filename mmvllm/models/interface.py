@@ -17,15 +17,15 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.batch import Batch
 from mmvllm.models.vision import PatchLayout
+from mmvllm.processes.ranks import SINGLE, Operation, Ranks
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.ranks import SINGLE, Operation, Ranks
 
 
 class Model(nn.Module, ABC):

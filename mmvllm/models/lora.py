@@ -20,8 +20,8 @@ from mmvllm.layers.lora import Region
 from mmvllm.layers.sharding import CheckpointView
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
-from mmvllm.patterns import Matching, PatternError
-from mmvllm.text import load_json, shown, some_of
+from mmvllm.utils.patterns import Matching, PatternError
+from mmvllm.utils.text import load_json, shown, some_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_NAME = 500  # characters of a tensor's name; its parts are compared in the square of their number

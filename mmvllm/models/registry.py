@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmvllm.config import ModelConfig
 from mmvllm.models.hf_config import read_json
-from mmvllm.text import beginning_of, printable
+from mmvllm.utils.text import beginning_of, printable
 
 if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
     from mmvllm.models.interface import ModelFamily

@@ -5,8 +5,8 @@ from dataclasses import replace
 from mmvllm.config import ModelConfig
 from mmvllm.errors import ArgumentError
 from mmvllm.layers.sharding import Shard
-from mmvllm.ranks import Ranks
-from mmvllm.text import counted, listed
+from mmvllm.processes.ranks import Ranks
+from mmvllm.utils.text import counted, listed
 
 
 class PlannedRank(Ranks):

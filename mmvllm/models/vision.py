@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmvllm.batch import AdapterRows
 from mmvllm.config import VisionConfig
 from mmvllm.inputs import Grid
 from mmvllm.kernels.quick_gelu import quick_gelu
 from mmvllm.kernels.rotary import rotary
 from mmvllm.layers.attention import AttentionBackend, Segments
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.linear import Linear, by_rows
 from mmvllm.layers.norm import LayerNorm, RMSNorm
-from mmvllm.transfer import to_device
+from mmvllm.utils.transfer import to_device
 
 Norm = LayerNorm | RMSNorm
 

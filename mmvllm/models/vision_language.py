@@ -11,22 +11,22 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mmvllm.batch import Batch
 from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import Grid, MediaRules
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.batch import Batch
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.decoder import Decoder
 from mmvllm.models.interface import Model, ModelFamily
 from mmvllm.models.splitting import rank_config
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.models.vision import PatchLayout
+from mmvllm.processes.ranks import SINGLE, Operation, Ranks
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.ranks import SINGLE, Operation, Ranks
 
 # Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
 IMAGE_DEFAULTS = ImageProcessorConfig(

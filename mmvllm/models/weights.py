@@ -14,18 +14,18 @@ from tqdm.auto import tqdm
 from mmvllm.config import ModelConfig
 from mmvllm.errors import first_line
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
-from mmvllm.layers.coded import CodedWeight, CodesView
 from mmvllm.layers.linear import AssembledModule, ConvertedModule
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.memory_limit import return_freed_memory
-from mmvllm.models.coded_layouts import FLOATS, QuantizedTensor, StoredTensor
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
-from mmvllm.models.quantized_tensors import adds_nothing, assembled
 from mmvllm.models.registry import family_of
-from mmvllm.ranks import SINGLE, Ranks
-from mmvllm.text import beginning_of, printable, shown, some_of
+from mmvllm.processes.ranks import SINGLE, Ranks
+from mmvllm.quantization.coded import CodedWeight, CodesView
+from mmvllm.quantization.coded_layouts import FLOATS, QuantizedTensor, StoredTensor
+from mmvllm.quantization.quantized_tensors import adds_nothing, assembled
+from mmvllm.utils.memory_limit import return_freed_memory
+from mmvllm.utils.text import beginning_of, printable, shown, some_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 import mmvllm
-from mmvllm.async_llm import AsyncLLM
-from mmvllm.decoding import MediaDecoder
 from mmvllm.engine.health import EngineHealth
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.media.decoding import MediaDecoder
 from mmvllm.server import docs, errors
 from mmvllm.server.body import LenientRoute, StrictRoute
 from mmvllm.server.completion_response import CompletionResponse

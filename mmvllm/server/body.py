@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from mmvllm.server.errors import MAX_KEY_SHOWN, ApiError, out_of_memory
 from mmvllm.server.large_bodies import MAX_TEXT_BYTES, restored, set_aside
-from mmvllm.text import refuse_constant, with_whole_characters
+from mmvllm.utils.text import refuse_constant, with_whole_characters
 
 logger = logging.getLogger(__name__)
 MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, collect_calls, read_arguments
 from mmvllm.server.tools import ToolUse
-from mmvllm.text import with_whole_characters
+from mmvllm.utils.text import with_whole_characters
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from mmvllm.engine.detokenizer import special_ids, token_bytes
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
+from mmvllm.scheduler.detokenizer import special_ids, token_bytes
 from mmvllm.server.response_builder import (
     FINISH_REASONS,
     NO_LOGPROB,

@@ -11,9 +11,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mmvllm.async_llm import AsyncLLM
-from mmvllm.decoding import MediaDecoder
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.entrypoints.tracing import trace_headers_of
 from mmvllm.errors import RequestFailed
+from mmvllm.media.decoding import MediaDecoder
 from mmvllm.outputs import Delta, num_logprobs
 from mmvllm.processors.load_video import Load
 from mmvllm.server.disconnects import CLIENT_DISCONNECTED, ClientDisconnected, while_connected
@@ -24,7 +25,6 @@ from mmvllm.server.request_log import RequestLog, RequestRecord
 from mmvllm.server.response_builder import ChoiceBuffer, RunningUsage, usage_of
 from mmvllm.server.settings import ServerSettings
 from mmvllm.server.sse import EventStream, event_text
-from mmvllm.tracing import trace_headers_of
 
 T = TypeVar("T")
 MANY_VALUES = 2_000  # log-probabilities or numbers of vectors that are made into a response in a few milliseconds

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mmvllm.engine.stats import EngineStats
-from mmvllm.metrics import Measures
+from mmvllm.entrypoints.metrics import Measures
 
 
 def engine_families(

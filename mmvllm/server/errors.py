@@ -22,7 +22,7 @@ from mmvllm.errors import (
     RequestFailed,
 )
 from mmvllm.server.disconnects import CLIENT_DISCONNECTED, ClientDisconnected
-from mmvllm.text import suggestion
+from mmvllm.utils.text import suggestion
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 # These replace pydantic's messages; the names in braces are keys of the error's `ctx`.

@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from mmvllm.async_llm import UNREAD, AsyncLLM, Request
-from mmvllm.fetching import fetch
-from mmvllm.intake import as_request
-from mmvllm.media import MAX_URL_LENGTH, Kind, MediaError
+from mmvllm.entrypoints.async_llm import UNREAD, AsyncLLM, Request
+from mmvllm.entrypoints.intake import as_request
+from mmvllm.media.fetching import fetch
+from mmvllm.media.policy import MAX_URL_LENGTH, Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.length_limit import LengthLimit, Truncation
 from mmvllm.sampling_params import SamplingParams

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmvllm.asgi import in_pieces
 from mmvllm.server.disconnects import ClientDisconnected
 from mmvllm.server.errors import ApiError, out_of_memory
+from mmvllm.utils.asgi import in_pieces
 
 # How long, and how many bytes, a refused client may continue to send: if the connection were closed at once, clients
 # that send the whole body before they read would not see the response.

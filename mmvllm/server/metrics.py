@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.disconnects import CLIENT_DISCONNECTED

@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import RequestError
 from mmvllm.lora import LoRARequest
 from mmvllm.server.body import StrictRoute

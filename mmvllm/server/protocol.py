@@ -14,7 +14,7 @@ from mmvllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields
 from mmvllm.server.tools import FunctionChoice, Functions, ToolChoice, Tools, check_size
-from mmvllm.text import some_of
+from mmvllm.utils.text import some_of
 
 ALL_FRAMES = -1
 MAX_RATES = 64

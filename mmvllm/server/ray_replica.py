@@ -10,7 +10,7 @@ import torch
 from fastapi import FastAPI
 from ray import serve
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.app import build_app
 from mmvllm.server.settings import ServerSettings
 

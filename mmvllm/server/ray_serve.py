@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray import serve
 
-from mmvllm import ray_session
 from mmvllm.config import LARGE_STEPS, SMALL_STEPS
 from mmvllm.errors import ArgumentError
+from mmvllm.parallel import ray_session
 from mmvllm.server.ray_options import RayServeOptions
 from mmvllm.server.ray_replica import ReplicaSpec, replica_class
 

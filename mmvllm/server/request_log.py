@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmvllm.entrypoints.tracing import TRACE_HEADERS
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.server.descriptions import shortened
 from mmvllm.server.errors import ApiError
 from mmvllm.server.jobs import CompletionJob
 from mmvllm.server.response_builder import usage_of
-from mmvllm.tracing import TRACE_HEADERS
 
 logger = logging.getLogger("mmvllm.requests")
 

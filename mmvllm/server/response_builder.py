@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mmvllm.engine.detokenizer import token_bytes
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
+from mmvllm.scheduler.detokenizer import token_bytes
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses import PromptLogprob, Usage
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmvllm.memory_limit import memory_of
 from mmvllm.server.responses_as_chat import messages_of
 from mmvllm.server.responses_request import ITEMS, Item
+from mmvllm.utils.memory_limit import memory_of
 
 LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
 

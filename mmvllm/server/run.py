@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.connection import TimeLimitedProtocol
 
 KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmvllm.arguments import check_key
 from mmvllm.config import MiB
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
+from mmvllm.utils.arguments import check_key
 
 BODY_BYTES = 32 * MiB  # of a request without videos
 

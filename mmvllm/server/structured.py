@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from mmvllm.errors import RequestError
 from mmvllm.server.errors import renamed
 from mmvllm.server.messages import Flag, Ignored, StrictModel, Unsupported
-from mmvllm.structured import MAX_CHARACTERS, NAMES, StructuredOutputsParams, as_structured
-from mmvllm.text import has_more_values
+from mmvllm.structured.params import MAX_CHARACTERS, NAMES, StructuredOutputsParams, as_structured
+from mmvllm.utils.text import has_more_values
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1)]

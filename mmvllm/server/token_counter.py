@@ -2,8 +2,8 @@
 
 from collections.abc import Awaitable, Callable
 
-from mmvllm.async_llm import AsyncLLM, Request
-from mmvllm.decoding import MediaDecoder
+from mmvllm.entrypoints.async_llm import AsyncLLM, Request
+from mmvllm.media.decoding import MediaDecoder
 from mmvllm.server.errors import ApiError, engine_errors
 from mmvllm.server.jobs import JobFactory, PromptJob
 from mmvllm.server.limits import ByteReservation

@@ -15,12 +15,12 @@ from mmvllm.processors.tool_calls import END
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.processors.tools import MAX_TOOLS, NAME, check_parameters
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.schema_keywords import MAX_SCHEMAS, num_schemas
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, OpenModel, StrictModel, tag_by
 from mmvllm.server.structured import StructuredField
-from mmvllm.structured import MAX_CHARACTERS, StructuredOutputsParams
-from mmvllm.text import has_more_values
+from mmvllm.structured.params import MAX_CHARACTERS, StructuredOutputsParams
+from mmvllm.structured.schema_keywords import MAX_SCHEMAS, num_schemas
+from mmvllm.utils.text import has_more_values
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.engine.stats import STEP_SIZES, EngineStats
-from mmvllm.metrics import COUNTERS, GAUGES, PREFIX
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.entrypoints.metrics import COUNTERS, GAUGES, PREFIX
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.engine_families import engine_families

@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from mmvllm import intake
+from mmvllm.entrypoints import intake
+from mmvllm.entrypoints.intake import NUM_WORKERS, PreparationQueue, slowest_media
 from mmvllm.errors import EngineBusy
-from mmvllm.intake import NUM_WORKERS, PreparationQueue, slowest_media
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from mmvllm import intake
+from mmvllm.entrypoints import intake
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineStopped, RequestFailed
 from tests.helpers.async_engines import (
     QUESTION,

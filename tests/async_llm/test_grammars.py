@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.grammar import MAX_COMPILED
-from mmvllm.engine.grammar_matcher import TakesLonger
 from mmvllm.errors import DeadlineExceeded, RequestError
+from mmvllm.sampling.grammar import MAX_COMPILED
+from mmvllm.sampling.grammar_matcher import TakesLonger
 from tests.helpers.async_engines import QUESTION, SHORT, async_test, collect, wait_until_idle
 from tests.helpers.requests import ask
 

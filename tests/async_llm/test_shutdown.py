@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mmvllm import SamplingParams, async_llm
+from mmvllm import SamplingParams
+from mmvllm.entrypoints import async_llm
 from mmvllm.errors import EngineFailed, EngineStopped, RequestFailed
 from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (

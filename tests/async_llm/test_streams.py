@@ -7,8 +7,9 @@ from itertools import chain
 
 import pytest
 
-from mmvllm import SamplingParams, async_llm
+from mmvllm import SamplingParams
 from mmvllm.engine.output_processor import MAX_HELD
+from mmvllm.entrypoints import async_llm
 from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestError, RequestFailed
 from mmvllm.processors.load_video import Load
 from tests.helpers.async_engines import (

@@ -7,8 +7,8 @@ import pytest
 
 from mmvllm.bench import report
 from mmvllm.cli.main import main
-from mmvllm.engine import sampler
 from mmvllm.kernels import sampling
+from mmvllm.sampling import sampler
 from tests.helpers.rank_threads import use_rank_threads
 
 SMALL = ("host", "--device", "cpu", "--steps", "6", "--contexts", "40,5", "--sequences", "1,4")

@@ -10,11 +10,11 @@ from mmvllm.bench.roofline import Machine, Roofline
 from mmvllm.bench.runs import Run
 from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.stats import StepStats
-from mmvllm.layers.fp8 import Fp8Weight
-from mmvllm.layers.grouped import GroupedInt4Weight
 from mmvllm.layers.linear import Linear
-from mmvllm.layers.packed import Int8Weight, PackedWeight
 from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.quantization.fp8 import Fp8Weight
+from mmvllm.quantization.grouped import GroupedInt4Weight
+from mmvllm.quantization.packed import Int8Weight, PackedWeight
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from mmvllm.signals import FORCED_SECONDS
+from mmvllm.processes.signals import FORCED_SECONDS
 from tests.helpers.captioning import TINY, all_but_the_last, by_name, recorded, records, stats, until
 from tests.helpers.hostile import slow_video
 from tests.helpers.processes import spawned, wait_until_gone

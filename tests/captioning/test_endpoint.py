@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from mmvllm import LLM
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.captioning import EndpointOptions, caption_images
 from mmvllm.captioning import endpoint as endpoint_module
 from mmvllm.captioning.endpoint_source import data_uri
 from mmvllm.captioning.errors import JobError
 from mmvllm.cli.main import main
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many, records
 from tests.helpers.drips import DRIPS, Host

@@ -18,12 +18,12 @@ from mmvllm.captioning.loading import ItemLoader, LoaderInWorker
 from mmvllm.captioning.names import SUFFIXES
 from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.config import MiB
-from mmvllm.decoding import VIDEO_BYTES, MediaDecoder
 from mmvllm.errors import ImageError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.decoding import VIDEO_BYTES, MediaDecoder
+from mmvllm.media.policy import MediaPolicy
+from mmvllm.processes.workers import WorkerPool, WorkersUnusable
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.load import load_image
-from mmvllm.workers import WorkerPool, WorkersUnusable
 from tests.helpers import tasks
 from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap, tiff_of_shared_strips
 from tests.helpers.images import encode

@@ -11,8 +11,8 @@ import torch
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import CaptionSettings, JobError, caption_images, captioner
 from mmvllm.captioning.record import COLUMNS
+from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import ArgumentError
-from mmvllm.intake import Prefetcher
 from tests.helpers.cpu import NEEDS_8_BITS
 from tests.helpers.requests import ask, noise_image
 

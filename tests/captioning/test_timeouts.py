@@ -13,7 +13,7 @@ from mmvllm.captioning.timeouts import Timeouts, outside
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget
-from mmvllm.time_limit import TimeIsOver, TimeLimit
+from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
 from tests.helpers import tasks
 from tests.helpers.captioning import many
 from tests.helpers.endpoints import fake_endpoint, said

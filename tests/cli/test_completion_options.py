@@ -8,7 +8,7 @@ import pytest
 from mmvllm.cli import serve
 from mmvllm.cli.common import tell_sampling_defaults
 from mmvllm.cli.main import main
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 
 OWN = {"temperature": 1e-06, "top_k": 20, "repetition_penalty": 1.05}
 

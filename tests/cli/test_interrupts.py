@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mmvllm import __main__
-from mmvllm.signals import FORCED_SECONDS
+from mmvllm.processes.signals import FORCED_SECONDS
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import spawned, wait_until_gone
 
@@ -99,8 +99,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 from mmvllm.cli.stopping import stopping
-from mmvllm.signals import signals_deferred
-from mmvllm.workers import WorkerPool
+from mmvllm.processes.signals import signals_deferred
+from mmvllm.processes.workers import WorkerPool
 from tests.helpers import tasks
 
 if __name__ == "__main__":
@@ -140,7 +140,7 @@ def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_f
     wait_until_gone(children)
 
 
-FIRST = "from mmvllm.signals import run_below_first_process\nrun_below_first_process()\n"
+FIRST = "from mmvllm.processes.signals import run_below_first_process\nrun_below_first_process()\n"
 
 
 @pytest.mark.spawns

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from PIL import Image
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.captioning import names
 from mmvllm.captioning.run import caption_images
-from mmvllm.llm import LLM
-from mmvllm.media import FORMATS
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.entrypoints.llm import LLM
+from mmvllm.media.policy import FORMATS
 from mmvllm.processors.load import load_image
 from tests.corpus.generate import CorpusFile, corpus, write
 from tests.helpers.server import CHAT, ENGINE, chat, image_part, make_app

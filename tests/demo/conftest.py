@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.needs import needs
 from tests.helpers.pages import Site, served
 

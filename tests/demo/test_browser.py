@@ -5,8 +5,8 @@ import re
 import pytest
 
 from mmvllm import LLM
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import session as session_module
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.browser import OTHER, SCENE, is_ending, opened, uploaded
 from tests.helpers.pages import Site, elsewhere, in_steps, until
 from tests.helpers.requests import ask

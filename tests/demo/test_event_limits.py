@@ -12,7 +12,7 @@ from mmvllm.demo.route_filter import MAX_EVENT_BYTES, SMALL_EVENT_BYTES, DemoRou
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 
 JOIN = "/gradio_api/queue/join"
 

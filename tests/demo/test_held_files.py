@@ -19,7 +19,7 @@ from mmvllm.demo.handlers import NOTHING_NEW, UNCHANGED, Handlers
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.demo import InProcessDecoder
 from tests.helpers.images import image_config
 from tests.helpers.requests import noise_image

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.needs import needs
 from tests.helpers.pages import CONTROLS, META, Site, elsewhere, event, post, served, until
 from tests.helpers.server import ENGINE, serving

@@ -28,7 +28,7 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import UploadedVideo
 from mmvllm.demo.words import spoken, spoken_model
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.load_video import DIRECT
 from tests.helpers.demo import InProcessDecoder
 from tests.helpers.requests import noise_image

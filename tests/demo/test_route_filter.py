@@ -13,7 +13,6 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Receive
 
-from mmvllm.asgi import PIECE_BYTES
 from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
@@ -22,7 +21,8 @@ from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_ENDINGS, MAX_LOGIN_BYTE
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
+from mmvllm.utils.asgi import PIECE_BYTES
 
 UPLOAD = "/gradio_api/upload"
 

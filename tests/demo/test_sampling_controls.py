@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("gradio")
 
 from mmvllm import SamplingParams
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo.conversation import Options, Turn
 from mmvllm.demo.page import build_page
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import process_uploads
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
 from tests.helpers.pages import elsewhere
 from tests.helpers.server import ENGINE

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import session as session_module
 from mmvllm.demo.conversation import Options, Turn
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions, in_ticks
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import EngineBusy
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.outputs import Delta
 from mmvllm.processors.load_video import DIRECT
 from tests.helpers.demo import InProcessDecoder

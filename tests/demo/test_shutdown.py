@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server import run as run_module
 from tests.helpers.pages import elsewhere, served, until
 from tests.helpers.server import ENGINE, serving

@@ -13,7 +13,7 @@ from mmvllm.demo.route_filter import API, DemoRouteFilter
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.demo import Work
 
 BODY = json.dumps({"fn_index": 5, "session_hash": "a"}).encode()

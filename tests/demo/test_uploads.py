@@ -17,7 +17,7 @@ from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.uploads import MAX_INCOMING_FILES, ORPHAN_SECONDS, Uploads
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.load_video import Load
 from tests.helpers.images import encode, image_config

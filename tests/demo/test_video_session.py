@@ -12,7 +12,6 @@ pytest.importorskip("av")
 pytest.importorskip("gradio")
 import gradio
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.demo import session as session_module
 from mmvllm.demo.conversation import Options, Turn, to_chat
 from mmvllm.demo.handlers import Handlers
@@ -21,7 +20,8 @@ from mmvllm.demo.record import to_record
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import ClipRules, UploadedVideo
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.demo import OPTIONS
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image

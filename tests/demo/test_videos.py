@@ -13,8 +13,6 @@ import pytest
 
 pytest.importorskip("av")
 
-from mmvllm.async_llm import AsyncLLM
-from mmvllm.decoding import MediaDecoder
 from mmvllm.demo.conversation import Turn, to_request
 from mmvllm.demo.images import UploadError
 from mmvllm.demo.session import Sessions
@@ -22,12 +20,14 @@ from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.strip import MAX_FRAMES
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ParameterError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
+from mmvllm.processes.workers import NUM_WORKERS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import Load
-from mmvllm.workers import NUM_WORKERS
 from tests.helpers.demo import OPTIONS, InProcessDecoder
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image

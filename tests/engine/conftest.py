@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from mmvllm.engine import loading
-from mmvllm.engine.graphs import Graphs
 from mmvllm.models.registry import load_config
+from mmvllm.worker import loading
+from mmvllm.worker.graphs import Graphs
 
 
 @pytest.fixture

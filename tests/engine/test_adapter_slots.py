@@ -4,9 +4,9 @@ import random
 
 import torch
 
-from mmvllm.engine.adapter_slots import AdapterSlots
-from mmvllm.engine.adapters import Adapter
-from mmvllm.engine.device_adapters import DeviceAdapters
+from mmvllm.lora.adapter_slots import AdapterSlots
+from mmvllm.lora.adapters import Adapter
+from mmvllm.lora.device_adapters import DeviceAdapters
 from tests.helpers.weights import load
 
 A, B, C = (Adapter(name, name.encode(), {}, False) for name in "ABC")

@@ -3,8 +3,8 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.decode_graphs import DecodeGraphs
-from mmvllm.engine.mixed_graphs import MixedGraphs
+from mmvllm.worker.decode_graphs import DecodeGraphs
+from mmvllm.worker.mixed_graphs import MixedGraphs
 from tests.helpers.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
 from tests.helpers.shapes import every_family
 

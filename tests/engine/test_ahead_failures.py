@@ -3,7 +3,7 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampled
+from mmvllm.sampling.sampler import Sampled
 from tests.helpers.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finish, run, step
 from tests.helpers.engines import assert_idle
 from tests.helpers.shapes import every_family

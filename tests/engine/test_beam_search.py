@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from mmvllm.engine.beam_search import BeamSearch, Candidate
+from mmvllm.scheduler.beam_search import BeamSearch, Candidate
 
 VOCAB, PROMPT, MAX_LENGTH = 24, [3, 1, 4], 9
 

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.beam_search import BeamSearch, Candidate
-from mmvllm.engine.beams import Beams
-from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.sampled import SampledTokens
-from mmvllm.engine.schedule import Schedule
-from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup
+from mmvllm.scheduler.beam_search import BeamSearch, Candidate
+from mmvllm.scheduler.beams import Beams
+from mmvllm.scheduler.block_manager import BlockManager
+from mmvllm.scheduler.encoder_cache import EncoderCache
+from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.scheduler import Scheduler
+from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup
 
 BLOCK_SIZE, MAX_TOKENS = 4, 11
 END_IDS = [5, 6, 7]

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.sequence import Sequence
 from mmvllm.inputs import MediaItem
+from mmvllm.scheduler.block_manager import BlockManager
+from mmvllm.scheduler.sequence import Sequence
 from tests.helpers.requests import ask, noise_image, spans_of
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -8,7 +8,8 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.engine.constraints import (
+from mmvllm.errors import RequestError
+from mmvllm.sampling.constraints import (
     AllowedTokens,
     BadWords,
     ConstraintFactory,
@@ -17,8 +18,7 @@ from mmvllm.engine.constraints import (
     empty_mask,
     set_bits,
 )
-from mmvllm.engine.sequence import Sequence
-from mmvllm.errors import RequestError
+from mmvllm.scheduler.sequence import Sequence
 from tests.helpers.requests import ask, noise_image
 
 V, FULL = 100, 0xFFFFFFFF

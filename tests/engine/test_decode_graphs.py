@@ -3,8 +3,8 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine import decode_graphs, mixed_graphs
-from mmvllm.engine.decode_graphs import DecodeGraphs, graph_sizes
+from mmvllm.worker import decode_graphs, mixed_graphs
+from mmvllm.worker.decode_graphs import DecodeGraphs, graph_sizes
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family

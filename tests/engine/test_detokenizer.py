@@ -11,8 +11,8 @@ from tokenizers.decoders import DecodeStream, Metaspace
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mmvllm.engine.detokenizer import CompletionText, TokenDecoder, pieces_of, special_ids, token_bytes
 from mmvllm.models.folder import BUNDLED
+from mmvllm.scheduler.detokenizer import CompletionText, TokenDecoder, pieces_of, special_ids, token_bytes
 
 METADATA = os.environ.get("MMVLLM_CHECKPOINT_METADATA")
 FOLDERS = [BUNDLED] + [Path(METADATA, name) for name in ("Qwen2-VL-2B-Instruct", "Qwen2.5-VL-7B-Instruct") if METADATA]

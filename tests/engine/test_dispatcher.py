@@ -3,10 +3,10 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.dispatcher import MAX_LOST_ENGINES
-from mmvllm.engine.engine_host import AbortCommand
 from mmvllm.engine.engine_thread import BEGUN
 from mmvllm.errors import RequestFailed
+from mmvllm.parallel.dispatcher import MAX_LOST_ENGINES
+from mmvllm.parallel.engine_host import AbortCommand
 from tests.helpers.fleets import Dispatched, delta
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmvllm.engine.encoder_cache import EncoderCache
+from mmvllm.scheduler.encoder_cache import EncoderCache
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, digests_of, noise_image
 from tests.helpers.shapes import every_family

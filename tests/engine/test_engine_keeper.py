@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mmvllm import EngineConfig
-from mmvllm.engine import engine_keeper
-from mmvllm.engine.engine_host import EngineFacts, Failure, News, Refusal
-from mmvllm.engine.engine_keeper import LONGEST_PAUSE, EngineKeeper, pause_after
 from mmvllm.engine.stats import EngineStats
+from mmvllm.parallel import engine_keeper
+from mmvllm.parallel.engine_host import EngineFacts, Failure, News, Refusal
+from mmvllm.parallel.engine_keeper import LONGEST_PAUSE, EngineKeeper, pause_after
 from tests.helpers.async_engines import wait_until
 
 FACTS, NEWS = EngineFacts(100, 4, 16, 16), News([], EngineStats(), None)

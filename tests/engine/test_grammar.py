@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.constraints import ConstraintFailed
-from mmvllm.engine.grammar import MAX_COMPILED, GrammarCompiler
-from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
-from mmvllm.structured import StructuredOutputsParams
+from mmvllm.sampling.constraints import ConstraintFailed
+from mmvllm.sampling.grammar import MAX_COMPILED, GrammarCompiler
+from mmvllm.scheduler.sequence import Sequence
+from mmvllm.structured.params import StructuredOutputsParams
 from tests.helpers.schemas import SchemaMaker, doubling, wide, write
 from tests.helpers.tokenizers import NAMES, tokenizer_of
 

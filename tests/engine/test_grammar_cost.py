@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mmvllm import RequestError, StructuredOutputsParams
-from mmvllm.engine.grammar import GrammarCompiler
+from mmvllm.sampling.grammar import GrammarCompiler
 from tests.helpers.tokenizers import tokenizer_of
 
 pytest.importorskip("llguidance")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine import grammar as engine_grammar
-from mmvllm.engine import grammar_matcher
-from mmvllm.engine.constraints import ConstraintFailed
-from mmvllm.engine.grammar import GrammarCompiler
-from mmvllm.engine.sequence import Sequence
 from mmvllm.errors import RequestError
 from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
-from mmvllm.structured import StructuredOutputsParams
+from mmvllm.sampling import grammar as engine_grammar
+from mmvllm.sampling import grammar_matcher
+from mmvllm.sampling.constraints import ConstraintFailed
+from mmvllm.sampling.grammar import GrammarCompiler
+from mmvllm.scheduler.sequence import Sequence
+from mmvllm.structured.params import StructuredOutputsParams
 from tests.helpers.hostile import ambiguous_schema
 from tests.helpers.tokenizers import tokenizer_of
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.engine import grammar_trial
-from mmvllm.engine.grammar import GrammarCompiler
-from mmvllm.engine.grammar_matcher import TakesLonger
-from mmvllm.engine.grammar_trial import GrammarTrial
 from mmvllm.errors import RequestError, RequestFailed
-from mmvllm.structured import StructuredOutputsParams
-from mmvllm.workers import WorkersUnusable
+from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.sampling import grammar_trial
+from mmvllm.sampling.grammar import GrammarCompiler
+from mmvllm.sampling.grammar_matcher import TakesLonger
+from mmvllm.sampling.grammar_trial import GrammarTrial
+from mmvllm.structured.params import StructuredOutputsParams
 from tests.helpers import tasks
 from tests.helpers.async_engines import OPTIONS, async_test, collect
 from tests.helpers.hostile import ambiguous_schema

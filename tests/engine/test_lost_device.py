@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.engine.device_errors import is_fatal
-from mmvllm.engine.sampler import Sampled
 from mmvllm.errors import EngineFailed
+from mmvllm.sampling.sampler import Sampled
+from mmvllm.worker.device_errors import is_fatal
 from tests.helpers.async_engines import OPTIONS, QUESTION, SHORT, async_test, collect
 from tests.helpers.requests import ask
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmvllm.config import EngineConfig
-from mmvllm.engine import memory
-from mmvllm.engine.memory import kv_block_bytes, num_kv_blocks, peak_memory
+from mmvllm.worker import memory
+from mmvllm.worker.memory import kv_block_bytes, num_kv_blocks, peak_memory
 from tests.helpers.shapes import every_family
 
 GiB = 2**30

@@ -5,9 +5,9 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.config import EngineConfig
-from mmvllm.engine import memory, mixed_graphs
-from mmvllm.engine.memory import graphs_bytes
-from mmvllm.engine.mixed_graphs import MixedGraphs, step_sizes
+from mmvllm.worker import memory, mixed_graphs
+from mmvllm.worker.memory import graphs_bytes
+from mmvllm.worker.mixed_graphs import MixedGraphs, step_sizes
 from tests.helpers.engines import GREEDY, run_at_once
 from tests.helpers.parity import REQUESTS
 from tests.helpers.shapes import every_family

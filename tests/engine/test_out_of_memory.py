@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampled
+from mmvllm.sampling.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, noise_image
 
@@ -195,7 +195,7 @@ def test_a_request_with_an_oversized_image_fails_alone(place, ahead, make, expec
 
 @with_and_without_launching_ahead
 def test_the_limit_recovers_by_one_after_recovery_steps(ahead, make, monkeypatch):
-    monkeypatch.setattr("mmvllm.engine.scheduler.RECOVERY_STEPS", 3)
+    monkeypatch.setattr("mmvllm.scheduler.scheduler.RECOVERY_STEPS", 3)
     llm = make(ahead, max_num_seqs=4)
     limits, running = [], []
     limit_memory(llm, once(more_than(1)))
@@ -278,7 +278,7 @@ def test_an_abort_before_the_failure_of_a_launched_step_is_known(make, expected)
 
 def test_a_long_prompt_is_not_restarted_forever(make, monkeypatch):
     """One image per step, no prefix cache: if prefill steps raised the limit, the prompt would be preempted again."""
-    monkeypatch.setattr("mmvllm.engine.scheduler.RECOVERY_STEPS", 2)
+    monkeypatch.setattr("mmvllm.scheduler.scheduler.RECOVERY_STEPS", 2)
     llm = make(enable_prefix_caching=False, max_vision_patches=1, encoder_cache_bytes=24 * 64 * 4)
     sizes = limit_memory(llm, more_than(1))
     add(llm, [(ask(*(noise_image(91, 64, seed) for seed in range(6))), GREEDY), REQUESTS[0]])

@@ -3,12 +3,12 @@
 import pytest
 from transformers import AutoTokenizer
 
-from mmvllm.engine.detokenizer import CompletionText
 from mmvllm.engine.output_processor import OutputProcessor
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.models.folder import BUNDLED
 from mmvllm.outputs import Delta, Logprob
 from mmvllm.sampling_params import SamplingParams
+from mmvllm.scheduler.detokenizer import CompletionText
+from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 EOS = 461
 

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from mmvllm import LLM, AsyncLLM, SamplingParams
-from mmvllm.engine import peer_processes
 from mmvllm.errors import EngineFailed
-from mmvllm.ranks import ConnectedRanks
+from mmvllm.processes.ranks import ConnectedRanks
+from mmvllm.worker import peer_processes
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import spawned
 from tests.helpers.requests import ask, noise_image

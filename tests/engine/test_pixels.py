@@ -2,8 +2,8 @@
 
 import torch
 
-from mmvllm.engine import model_runner
 from mmvllm.inputs import MediaItem
+from mmvllm.worker import model_runner
 from tests.helpers.images import normalized
 
 

@@ -5,9 +5,9 @@ import torch
 
 from mmvllm.cli.common import option_name
 from mmvllm.config import EngineConfig
-from mmvllm.engine import placement
-from mmvllm.engine.placement import place_engines
 from mmvllm.errors import ArgumentError
+from mmvllm.parallel import placement
+from mmvllm.parallel.placement import place_engines
 
 
 @pytest.fixture

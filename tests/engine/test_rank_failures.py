@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine import peer_processes
 from mmvllm.errors import EngineFailed
-from mmvllm.ranks import ConnectedRanks, Operation, RanksFailed
-from mmvllm.worker_channel import SharedBuffer
+from mmvllm.processes.ranks import ConnectedRanks, Operation, RanksFailed
+from mmvllm.processes.worker_channel import SharedBuffer
+from mmvllm.worker import peer_processes
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.needs import needs
 from tests.helpers.parity import REQUESTS
@@ -34,7 +34,7 @@ def make(checkpoints, make_llm):
 @pytest.fixture
 def limited_wait(monkeypatch):
     """A test that fails does not wait for long."""
-    monkeypatch.setattr("mmvllm.ranks.TIMEOUT", peer_processes.CONNECT_TIMEOUT / 20)
+    monkeypatch.setattr("mmvllm.processes.ranks.TIMEOUT", peer_processes.CONNECT_TIMEOUT / 20)
 
 
 def answers(llm, names, params=GREEDY) -> list[list[int]]:

@@ -6,12 +6,12 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampled import SampledTokens
-from mmvllm.engine.sampler import Sampler
-from mmvllm.engine.sampling_rows import SamplingRows
-from mmvllm.engine.sequence import Sequence
 from mmvllm.kernels.penalties import penalize
 from mmvllm.kernels.sampling import sample_torch
+from mmvllm.sampling.sampler import Sampler
+from mmvllm.sampling.sampling_rows import SamplingRows
+from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.sequence import Sequence
 from tests.helpers.sampling import every_row, with_uniforms
 
 V = 97

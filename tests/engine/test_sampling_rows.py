@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampled, Sampler
-from mmvllm.engine.sequence import Sequence
+from mmvllm.sampling.sampler import Sampled, Sampler
+from mmvllm.scheduler.sequence import Sequence
 
 V = 50
 EOS = 3

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.block_manager import BlockManager
-from mmvllm.engine.encoder_cache import EncoderCache
-from mmvllm.engine.sampled import SampledTokens
-from mmvllm.engine.schedule import Schedule
-from mmvllm.engine.scheduler import Scheduler
-from mmvllm.engine.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 from mmvllm.inputs import MediaItem
+from mmvllm.scheduler.block_manager import BlockManager
+from mmvllm.scheduler.encoder_cache import EncoderCache
+from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.scheduler import Scheduler
+from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 PAD = 99
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
+from mmvllm.scheduler.sequence import Sequence, SequenceGroup, SequenceStatus
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True)
 

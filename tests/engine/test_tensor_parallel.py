@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.engine.model_runner import ModelRunner
-from mmvllm.ranks import ConnectedRanks
+from mmvllm.processes.ranks import ConnectedRanks
+from mmvllm.worker.model_runner import ModelRunner
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.needs import needs
 from tests.helpers.parity import REQUESTS

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmvllm.engine import vision_graphs
-from mmvllm.engine.mixed_graphs import MixedGraphs
-from mmvllm.engine.vision_graphs import VisionGraphs
+from mmvllm.worker import vision_graphs
+from mmvllm.worker.mixed_graphs import MixedGraphs
+from mmvllm.worker.vision_graphs import VisionGraphs
 from tests.helpers.engines import run_at_once
 from tests.helpers.parity import REQUESTS, VIDEOS
 from tests.helpers.shapes import IMAGE_SHAPES, every_family

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.needs import needs
 from tests.helpers.server import ENGINE, serving
 

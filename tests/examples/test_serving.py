@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.generation import bundled_with
 from tests.helpers.server import ENGINE, serving
 from tests.helpers.videos import make_clip

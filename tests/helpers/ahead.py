@@ -1,7 +1,7 @@
 """Requests for engines that launch a step before the tokens of the previous one are known, and their completions."""
 
 from mmvllm import SamplingParams
-from mmvllm.engine.sampler import Sampled
+from mmvllm.sampling.sampler import Sampled
 from tests.helpers.engines import assert_idle
 from tests.helpers.requests import ask, frames, noise_image
 

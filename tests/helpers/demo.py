@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mmvllm.demo.conversation import Options
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.load_video import Load
 
 OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)

@@ -6,12 +6,12 @@ import torch
 
 from mmvllm.cli.info_memory import without_weights
 from mmvllm.config import ModelConfig
-from mmvllm.engine.memory import kv_block_bytes
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import weight_bytes
 from mmvllm.models.qwen2_vl.config import MROPE_SECTION
 from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import PlannedRank, possible_sizes
+from mmvllm.worker.memory import kv_block_bytes
 
 BFLOAT16, CUDA = torch.bfloat16, torch.device("cuda")
 NUMBERS_OF_DEVICES = (1, 2, 4, 8)

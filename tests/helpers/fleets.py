@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.engine.dispatcher import Dispatcher
-from mmvllm.engine.engine_host import AddCommand, EngineFacts, News
 from mmvllm.engine.engine_thread import Item
 from mmvllm.engine.stats import EngineStats
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
+from mmvllm.parallel.dispatcher import Dispatcher
+from mmvllm.parallel.engine_host import AddCommand, EngineFacts, News
 
 FLEET = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "data_parallel_size": 2, "max_num_seqs": 8}
 

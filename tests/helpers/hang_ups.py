@@ -3,7 +3,7 @@
 import psutil
 
 from mmvllm import AsyncLLM
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.server import CHAT, SCENES, chat, data_uri, image_part, is_idle, post, serving, wait_for
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from mmvllm.async_llm import AsyncLLM
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.media.policy import MediaPolicy
 
 if TYPE_CHECKING:
     from mmvllm.demo.page import Page

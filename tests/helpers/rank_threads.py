@@ -6,8 +6,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mmvllm.engine import peer_processes, rank_process
-from mmvllm.engine.model_runner import ModelRunner
+from mmvllm.worker import peer_processes, rank_process
+from mmvllm.worker.model_runner import ModelRunner
 
 
 class RankThread(threading.Thread):

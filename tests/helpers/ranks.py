@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mmvllm.ranks import ConnectedRanks, RanksFailed
+from mmvllm.processes.ranks import ConnectedRanks, RanksFailed
 
 CPU = torch.device("cpu")
 

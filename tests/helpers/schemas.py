@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
-from mmvllm.engine.grammar import GrammarCompiler
-from mmvllm.engine.sequence import Sequence
+from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.structured import StructuredOutputsParams
+from mmvllm.scheduler.sequence import Sequence
+from mmvllm.structured.params import StructuredOutputsParams
 
 NAMES = ["a", "b", "name", "größe", "a b", "x/y", 'q"q', "back\\slash", "1", "type", "line\nbreak", "~0"]
 TEXTS = ["", "red", "blue", "é", "日本", "😀", 'say "hi"', "a/b", "tab\t", "</s>", "<|im_end|>", "{", "0"]

@@ -1,6 +1,6 @@
 """Engines whose completions are written out beforehand."""
 
-from mmvllm.engine.scheduler import Scheduler
+from mmvllm.scheduler.scheduler import Scheduler
 
 _append = Scheduler._append
 

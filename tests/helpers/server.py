@@ -17,8 +17,8 @@ import openai
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli.ports import listen
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.app import build_app
 from mmvllm.server.run import GracefulServer, make_server
 from mmvllm.server.settings import ServerSettings

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from mmvllm.config import MiB
-from mmvllm.memory_limit import memory_limit
-from mmvllm.worker_process import reserve_in_parent
-from mmvllm.workers import WorkerPool
+from mmvllm.processes.worker_process import reserve_in_parent
+from mmvllm.processes.workers import WorkerPool
+from mmvllm.utils.memory_limit import memory_limit
 
 state = {}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm import http_fetching
-from mmvllm.fetching import fetch as fetch_media
-from mmvllm.media import Kind, MediaPolicy
+from mmvllm.media import http_fetching
+from mmvllm.media.fetching import fetch as fetch_media
+from mmvllm.media.policy import Kind, MediaPolicy
 from tests.helpers.images import encode
 from tests.helpers.requests import noise_image
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmvllm.layers import packed
-from mmvllm.layers.coded import CodedWeight
-from mmvllm.layers.packed import Int4Weight
+from mmvllm.quantization import packed
+from mmvllm.quantization.coded import CodedWeight
+from mmvllm.quantization.packed import Int4Weight
 
 EPS = torch.finfo(torch.bfloat16).eps
 

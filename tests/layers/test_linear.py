@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.layers import packed
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
-from mmvllm.layers.packed import Int8Weight, WidenedWeight
+from mmvllm.quantization import packed
+from mmvllm.quantization.packed import Int8Weight, WidenedWeight
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.packing import pack_weights
 

@@ -14,7 +14,7 @@ from mmvllm.layers.sharding import Shard
 from mmvllm.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import checkpoint_views
-from mmvllm.ranks import SINGLE, Operation
+from mmvllm.processes.ranks import SINGLE, Operation
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.packing import pack_weights

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.fp8 import Fp8Weight
-from mmvllm.layers.grouped import GroupedInt4Weight, GroupedWeight
 from mmvllm.layers.linear import ConvertedModule
 from mmvllm.models import forms
 from mmvllm.models.registry import family_of, load_config
+from mmvllm.quantization.fp8 import Fp8Weight
+from mmvllm.quantization.grouped import GroupedInt4Weight, GroupedWeight
 from tests.helpers.quantized_checkpoints import FORMATS
 
 CUDA = torch.device("cuda")

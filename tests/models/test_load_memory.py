@@ -5,9 +5,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmvllm.layers.experts import Experts
-from mmvllm.layers.form import WeightForm
 from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.models import weights
+from mmvllm.quantization.form import WeightForm
 from tests.helpers.quantized_checkpoints import quantized_checkpoint
 from tests.helpers.weights import load
 

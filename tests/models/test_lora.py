@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmvllm.engine.device_adapters import DeviceAdapters
 from mmvllm.layers.attention import TorchAttention
+from mmvllm.lora.device_adapters import DeviceAdapters
 from mmvllm.models import lora as lora_module
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import family_of, load_config
@@ -147,7 +147,7 @@ def changed(adapter: Path, **values) -> Path:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_config_that_is_not_supported_is_refused_by_name(values, message, adapter, checkpoint, monkeypatch):
-    monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
+    monkeypatch.setattr("mmvllm.utils.patterns.MATCH_SECONDS", 0.1)
     with pytest.raises(ValueError, match=re.escape(message)):
         load(checkpoint, lora=changed(adapter, **values))
 

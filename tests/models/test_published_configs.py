@@ -6,7 +6,7 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.models.registry import FAMILIES, load_config
-from mmvllm.quantized_config import WeightScheme
+from mmvllm.quantization.config import WeightScheme
 from tests.helpers.configs import assert_equals_transformers
 from tests.helpers.metadata import ROOT, needs_metadata
 

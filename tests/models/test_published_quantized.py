@@ -5,7 +5,7 @@ import torch
 
 from mmvllm.models import weights
 from mmvllm.models.registry import load_config
-from mmvllm.quantized_config import WeightScheme
+from mmvllm.quantization.config import WeightScheme
 from tests.helpers.metadata import ROOT, needs_metadata, published_shapes, read_index
 from tests.helpers.quantized_tensors import Stored
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmvllm.quantized_config import WeightScheme, parse_quantization
+from mmvllm.quantization.config import WeightScheme, parse_quantization
 from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, compressed
 
 DOWN, EXPERT, GATE = (f"layers.0.mlp.{name}" for name in ("down_proj", "experts.3.gate_proj", "gate"))

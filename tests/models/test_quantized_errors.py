@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from mmvllm.quantized_config import parse_quantization
+from mmvllm.quantization.config import parse_quantization
 from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
 from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 
@@ -65,7 +65,7 @@ SLOW = r"(?:\w|\w\w|.)*\d[A-Z]"
     ],
 )
 def test_an_expression_that_takes_too_long_ends_the_load(config, monkeypatch):
-    monkeypatch.setattr("mmvllm.patterns.MATCH_SECONDS", 0.1)
+    monkeypatch.setattr("mmvllm.utils.patterns.MATCH_SECONDS", 0.1)
     with pytest.raises(ValueError, match="takes too long to match"):
         parse_quantization(config).scheme_of("model.language_model.layers.10.self_attn.q_proj")
 

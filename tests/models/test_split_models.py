@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmvllm.batch import Batch, prompt_batch
 from mmvllm.config import EngineConfig
-from mmvllm.engine.memory import empty_kv_cache, num_kv_blocks
 from mmvllm.layers.attention import TorchAttention
+from mmvllm.layers.batch import Batch, prompt_batch
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.rotary import inverse_frequencies
 from mmvllm.models.splitting import PlannedRank, possible_sizes
 from mmvllm.models.weights import load_model
-from mmvllm.ranks import SINGLE, ConnectedRanks, Operation, Ranks
+from mmvllm.processes.ranks import SINGLE, ConnectedRanks, Operation, Ranks
+from mmvllm.worker.memory import empty_kv_cache, num_kv_blocks
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
 from tests.helpers.packing import pack_weights
 from tests.helpers.ranks import on_ranks

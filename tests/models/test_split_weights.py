@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmvllm.kernels.fp8 import quantize_rows
-from mmvllm.layers.fp8 import Fp8Weight
 from mmvllm.layers.sharding import Shard
 from mmvllm.models import weights
 from mmvllm.models.forms import choose_forms
@@ -18,7 +17,8 @@ from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes, query_heads, rank_config
 from mmvllm.models.weights import checkpoint_views
-from mmvllm.ranks import SINGLE
+from mmvllm.processes.ranks import SINGLE
+from mmvllm.quantization.fp8 import Fp8Weight
 from tests.helpers.shapes import RICHEST, SHAPES, TEXT_SHAPES
 from tests.helpers.weights import CPU, assert_same, load
 

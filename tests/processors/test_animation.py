@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmvllm.errors import MediaFileError, VideoError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import load_video, load_video_info

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmvllm import time_limit
 from mmvllm.errors import PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
@@ -24,7 +23,8 @@ from mmvllm.processors import chat_template
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.foreign import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
-from mmvllm.time_limit import Watchdog
+from mmvllm.utils import time_limit
+from mmvllm.utils.time_limit import Watchdog
 from tests.helpers.images import image_config, normalized
 from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from mmvllm.errors import VideoError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.load_video import load_video, load_video_info
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.video_stream import VideoStream

@@ -3,9 +3,9 @@
 import pytest
 from PIL import ExifTags, Image, PngImagePlugin
 
-from mmvllm.decoding import MediaDecoder
 from mmvllm.errors import ImageError, RequestError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.decoding import MediaDecoder
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.image import ImageProcessor, SourceGeometry, draft_for, patches_of, patchify, resize_for_part
 from mmvllm.processors.load import load_image

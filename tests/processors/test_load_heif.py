@@ -11,7 +11,7 @@ from pillow_heif import register_heif_opener
 from mmvllm.captioning.find import find_items
 from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.errors import ImageError
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors import decode
 from mmvllm.processors.load import load_image
 from mmvllm.processors.load_video import DIRECT, Load

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fastapi import FastAPI
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from tests.helpers.engines import slow_steps
 from tests.helpers.generation import bundled_with

@@ -15,7 +15,6 @@ import pytest
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.processors.tensors import own_token_ids
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.schema_keywords import MAX_SCHEMAS
 from mmvllm.server import body as body_module
 from mmvllm.server import completion_response, embedding_response, jobs, response_builder
 from mmvllm.server.body import MANY_BYTES
@@ -25,6 +24,7 @@ from mmvllm.server.jobs import JobFactory
 from mmvllm.server.limits import ByteReservation
 from mmvllm.server.protocol import MAX_ALLOWED_IDS, MAX_PARTS
 from mmvllm.server.responses_as_chat import image_params_of
+from mmvllm.structured.schema_keywords import MAX_SCHEMAS
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,

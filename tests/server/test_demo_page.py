@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.needs import needs
 from tests.helpers.pages import get, post
 from tests.helpers.server import CHAT, ENGINE, chat, error_of, serving

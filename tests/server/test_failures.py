@@ -246,7 +246,7 @@ def check_out_of_memory(answer) -> None:
 @pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_too_little_memory_for_an_image_is_a_503(engine, monkeypatch, caplog, streams):
-    monkeypatch.setattr("mmvllm.decoding.Image.frombytes", raising(MemoryError()))
+    monkeypatch.setattr("mmvllm.media.decoding.Image.frombytes", raising(MemoryError()))
     body = chat(image_part(data_uri()), stream=streams)
     check_out_of_memory(call(make_app(engine), "POST", CHAT, json=body))
     wait_for(lambda: is_idle(engine))

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from mmvllm.cli.media import OPTIONS
-from mmvllm.intake import AdmissionWindow
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.intake import AdmissionWindow
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.server import jobs
 from tests.helpers.server import (
     CHAT,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from mmvllm.asgi import PIECE_BYTES
 from mmvllm.server.limits import MAX_IGNORED_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
+from mmvllm.utils.asgi import PIECE_BYTES
 
 
 class Exchange:

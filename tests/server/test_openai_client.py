@@ -155,7 +155,7 @@ def test_max_tokens_limits_the_completion(client, name):
 
 @pytest.mark.slow
 def test_without_max_tokens_a_completion_may_fill_the_context(checkpoint):
-    from mmvllm.async_llm import AsyncLLM
+    from mmvllm.entrypoints.async_llm import AsyncLLM
 
     engine = AsyncLLM(checkpoint, **ENGINE | {"max_model_len": 64})
     app = build_app(engine, ServerSettings(model_names=("bundled",)))

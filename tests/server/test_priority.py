@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, completion, error_of, make_app
 
 BODIES = {

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.adapters import make_adapter
 from tests.helpers.async_engines import wait_until

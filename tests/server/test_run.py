@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli import serve
 from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.engines import slow_steps
 from tests.helpers.needs import needs

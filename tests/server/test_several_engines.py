@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from mmvllm.async_llm import AsyncLLM
+from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.fleets import kill, pids
 from tests.helpers.needs import needs
 from tests.helpers.processes import wait_until_gone

@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
 from tests.helpers.hostile import slow_jpeg
 from tests.helpers.server import (

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.server import jobs
 from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
 from tests.helpers.hostile import slow_video

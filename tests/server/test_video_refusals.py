@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmvllm.async_llm import AsyncLLM
 from mmvllm.cli.media import OPTIONS
-from mmvllm.media import MediaPolicy
+from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.images import encode
 from tests.helpers.server import CHAT, ENGINE, call, chat, error_of, make_app, video_part, video_uri

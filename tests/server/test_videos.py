@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.config import MiB
-from mmvllm.media import MediaPolicy
+from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.images import encode
 from tests.helpers.server import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmvllm.signals import signals_deferred
+from mmvllm.processes.signals import signals_deferred
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT_CHARACTERS = 6000  # of the output, at its end

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import isqrt
 
-from mmvllm.arguments import check_int
 from mmvllm.config import ExpertsConfig, ModelConfig, VisionConfig
 from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids, text_config, vision_fields
+from mmvllm.utils.arguments import check_int
 
 DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
 MROPE_SECTION = (24, 20, 20)  # of configs that leave it out

@@ -7,9 +7,9 @@ from math import isqrt
 import torch
 from torch import Tensor, nn
 
-from mmvllm.batch import AdapterRows
 from mmvllm.inputs import Grid
 from mmvllm.layers.attention import AttentionBackend
+from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.linear import Linear
 from mmvllm.layers.norm import LayerNorm
 from mmvllm.models.qwen3_vl.config import Qwen3VLVisionConfig

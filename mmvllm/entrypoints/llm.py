@@ -1,0 +1,657 @@
+"""`LLM`: one model for use from Python, a call at a time or from several threads."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from mmvllm.config import EngineArgs, EngineConfig
+from mmvllm.engine.garbage import collect_everything
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.entrypoints.calls import Call, Event, output_of, without_errors
+from mmvllm.entrypoints.intake import (
+    AdmissionWindow,
+    Intake,
+    Params,
+    Prefetcher,
+    Prepare,
+    Prepared,
+    Request,
+    as_request,
+    check_lengths,
+    check_processor_kwargs,
+    naming_request,
+    params_for,
+    request_options,
+    slowest_media,
+)
+from mmvllm.entrypoints.metrics import Metric, read_metrics
+from mmvllm.entrypoints.scoring import ContinuationReader, ScoringRun
+from mmvllm.entrypoints.tracing import check_endpoint, make_tracer
+from mmvllm.errors import ParameterError, RequestError, RequestsAborted
+from mmvllm.inputs import EngineInput
+from mmvllm.lora import LoRARequest
+from mmvllm.models.folder import model_name
+from mmvllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Delta,
+    EmbeddingOutput,
+    RequestOutput,
+    ScoreOutput,
+)
+from mmvllm.pooling_params import PoolingParams
+from mmvllm.processors.requests import PROMPT_KEYS
+from mmvllm.sampling_params import BeamSearchParams, SamplingParams
+from mmvllm.scheduler.sequence import SequenceGroup
+from mmvllm.utils.text import counted, shown
+
+TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
+
+Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
+
+
+class LLM:
+    """A vision-language model and everything that serves it, for use from Python; threads that share it take turns.
+
+    Args:
+        model: a local checkpoint folder or a hub id; None is the small bundled model.
+        processor: None for mmvllm's own, or an object with the interface of transformers' processors.
+        video_backend: "pyav", or "qwen-vl-utils" to have that package, where it is installed, read the videos that are
+            named by a path or a URL.
+        mm_processor_kwargs: arguments for the processors of images and videos, such as {"max_pixels": 262144}, of
+            requests that do not give these themselves.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request (OTLP over HTTP).
+        engine_args: fields of `mmvllm.EngineConfig`, which documents them.
+
+    Use it in a `with`, or call `exit` to free its memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        processor: Any = None,
+        video_backend: str = "pyav",
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        otlp_traces_endpoint: str | None = None,
+        **engine_args: Any,
+    ):
+        check_endpoint(otlp_traces_endpoint)
+        check_processor_kwargs(mm_processor_kwargs)
+        self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", model, **engine_args))
+        self.model = model_name(model)
+        self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
+        self._intake = Intake(self.engine, processor, video_backend, mm_processor_kwargs)
+        # As many requests again wait in the engine as run, so that a step never lacks work.
+        self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
+        self._tracer = make_tracer(otlp_traces_endpoint, self.model)
+        if self._tracer is not None:
+            self.engine.on_finished = self._trace
+        self._is_asleep = False
+        self._lock = threading.RLock()
+        self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> "LLM":
+        """Make an LLM from vLLM-style arguments."""
+        return cls(**asdict(args))
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.exit()
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, by the name of vLLM's attribute."""
+        return self.engine
+
+    @property
+    def processor(self) -> Prepare:
+        """Prepares chat requests: a dict -> EngineInput."""
+        return self._intake.processor
+
+    @processor.setter
+    def processor(self, prepare: Prepare) -> None:
+        self._intake.processor = prepare
+
+    def get_tokenizer(self):
+        """The tokenizer, by the name of vLLM's method."""
+        return self.tokenizer
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+
+        They are used where they are given as `sampling_params`; calls without any are greedy. Raises ValueError for a
+        wrong value, and TypeError for an unknown name.
+        """
+        return self.engine.default_sampling_params(**changes)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The same, by the name of vLLM's method."""
+        return self.default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Request | list[Request],
+        sampling_params: Params = None,
+        use_tqdm: bool | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        *,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
+
+        A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
+        `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
+        adapter of all, or a list with one per prompt. `priority` has one number per prompt; lower numbers begin first.
+        `use_tqdm` is whether there is a progress bar: None, the default of most methods, shows one on a terminal and in
+        a notebook.
+
+        Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
+        """
+        try:
+            prompts = _with_priorities(_with_adapters(_as_prompts(prompts), lora_request), priority)
+            check_lengths(sampling_params, len(prompts))
+            outputs = dict(_progress(self._generate(prompts, sampling_params), len(prompts), use_tqdm))
+        except RequestError as error:
+            error.noun = "prompt"
+            raise
+        return _in_order(outputs, "prompt", "raise")
+
+    def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
+        """Prompts without media are all in the engine before its first step."""
+        if any(map(slowest_media, prompts)):
+            prefetcher = Prefetcher(prompts, self._intake.prepare, max_requests=self.admission.max_requests)
+            yield from self._stream(self._call(noun="prompt"), prefetcher, sampling_params, "raise")
+            return
+        call = self._call(noun="prompt")
+        try:
+            for index, prompt in enumerate(prompts):
+                with naming_request(index):
+                    params = params_for(sampling_params, index)
+                    options = request_options(prompt) if isinstance(prompt, dict) else {}
+                    call.add(index, self._intake.prepare(prompt), params, **options)
+            while call.groups:
+                yield from without_errors(call.step(), call.noun)
+        finally:
+            call.abort()
+
+    def generate_multimodal(
+        self,
+        requests: dict | Iterable[dict],
+        sampling_params: Params = None,
+        processor: Any = None,
+        use_tqdm: bool | None = None,
+        on_error: str = "raise",
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer chat requests with images; outputs come in the order of the requests.
+
+        Args:
+            requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
+                prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
+                `cache_salt`, `lora_request`, `trace_headers` (of W3C Trace Context), `sampling_params`. They begin in
+                the order of their priority, lower values first. Special tokens in messages are text, unless the request
+                has `allow_special_tokens`. Its `chat_template_kwargs` are arguments of the chat template, such as
+                {"enable_thinking": False}.
+            sampling_params: for all, or a list with one per request; a request's own come first.
+            processor: in place of the LLM's, for this call.
+            on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
+                leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
+            lora_request: the adapter of requests without one of their own; or a list with one per request.
+
+        A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far; with
+        "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
+        """
+        requests = _with_adapters(_as_list(requests, "request"), lora_request)
+        check_lengths(sampling_params, len(requests))
+        prefetcher = self._prefetch_in_order(requests, processor)
+        stream = self.stream_prepared(prefetcher, sampling_params, on_error)
+        return _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: Params = None,
+        processor: Any = None,
+        use_tqdm: bool | None = None,
+        on_error: str = "raise",
+        allow_special_tokens: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict] | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several.
+
+        Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
+        the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
+        API; `mmvllm.processors.tool_calls.read_tool_calls` finds the calls in a text. The other arguments are those of
+        `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final message, which
+        the model continues, instead of with the beginning of an answer, which `add_generation_prompt=False` leaves out.
+        `chat_template` is a Jinja template in place of the checkpoint's, `mm_processor_kwargs` are arguments for the
+        processors of images and videos.
+        """
+        if not isinstance(messages, list | tuple):
+            raise RequestError(
+                f"messages must be a list of messages, or of such lists, not {type(messages).__name__}",
+                param="messages",
+                value=messages,
+            )
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        keys = {"allow_special_tokens": allow_special_tokens, "chat_template_kwargs": chat_template_kwargs}
+        keys |= {"tools": tools, "chat_template": chat_template, "mm_processor_kwargs": mm_processor_kwargs}
+        keys |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        requests = [{"messages": conversation} | keys for conversation in conversations]
+        return self.generate_multimodal(requests, sampling_params, processor, use_tqdm, on_error, lora_request)
+
+    def stream_multimodal(
+        self,
+        requests: dict | Iterable[dict],
+        sampling_params: Params = None,
+        processor: Any = None,
+        use_tqdm: bool | None = False,
+        on_error: str = "raise",
+        stream: bool = False,
+    ) -> Iterator[RequestOutput] | Iterator[Delta]:
+        """Like `generate_multimodal`, but yields each request's output when it finishes; `requests` may be endless.
+
+        With `stream=True` it yields `Delta`s instead: the new text of every completion as it is generated; the last
+        delta of a request has its output.
+
+        Requests are taken a bounded number ahead, in a thread of their own, so an iterable must not change what it has
+        yielded, such as the array of an image. Outputs come in any order: give requests a `request_id` to tell them
+        apart. A list of requests begins in the order of their priority; of another iterable, priorities count among
+        the requests that the engine holds. Closing the generator aborts what is left.
+        """
+        requests = [requests] if isinstance(requests, dict) else requests
+        total = len(requests) if hasattr(requests, "__len__") else None
+        if total is not None:
+            check_lengths(sampling_params, total)
+        prefetch = self._prefetch_in_order if isinstance(requests, list | tuple) else self._prefetch
+        prefetcher, call = prefetch(requests, processor), self._call(streams=stream)
+        aborted = {}
+        for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
+            if (output := output_of(event)) is not None and _is_aborted(output):
+                aborted[index] = output
+            yield event
+        if aborted and on_error == "raise":
+            raise RequestsAborted(_aborted_message("request", aborted), [*aborted.values()])
+
+    def beam_search(
+        self,
+        prompts: Request | list[Request],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
+        use_tqdm: bool | None = False,
+    ) -> list[BeamSearchOutput]:
+        """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
+        return [BeamSearchOutput([self._hypothesis(out, one) for one in out.completions]) for out in outputs]
+
+    def _hypothesis(self, output: RequestOutput, completion: CompletionOutput) -> BeamSearchSequence:
+        tokens = [*output.prompt_token_ids, *completion.token_ids]
+        text = self.tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, text, completion.cumulative_logprob, completion.finish_reason)
+
+    def embed(
+        self,
+        requests: Request | Iterable[Request],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool | None = None,
+        on_error: str = "raise",
+    ) -> list[EmbeddingOutput]:
+        """A vector for each request, made of the decoder's last hidden states; in the order of the requests.
+
+        Args:
+            requests: one or several: strings and token ids without a chat template, or dicts as for
+                `generate_multimodal`, of text, images and videos.
+            pooling, normalize, dimensions: those of `PoolingParams`. With "last" the prefix cache is used; with "mean"
+                all tokens are computed.
+            on_error: as for `generate_multimodal`.
+        """
+        params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
+        requests = _as_list(requests, "request")
+        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
+        stream = self._stream(self._call(options={"pooling": params}), prefetcher, None, on_error)
+        outputs = _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+        return [EmbeddingOutput.of(output) for output in outputs]
+
+    def encode(
+        self, prompts: Request | list[Request], *, pooling_task: str = "embed", use_tqdm: bool | None = None
+    ) -> list[EmbeddingOutput]:
+        """Return an embedding of each prompt, as `embed` does by default; vLLM's name for it.
+
+        Raises ParameterError for a `pooling_task` other than "embed".
+        """
+        if pooling_task != "embed":
+            raise ParameterError("pooling_task", pooling_task, "'embed', the only task of this engine")
+        return self.embed(prompts, use_tqdm=use_tqdm)
+
+    def score(
+        self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool | None = None
+    ) -> list[ScoreOutput]:
+        """The log-probabilities of given continuations, for multiple choice; in the order of the requests.
+
+        Args:
+            requests: as for `embed`.
+            continuations: strings or lists of token ids, the same for all requests; or a list of them for each request.
+                Tokens of a string are its own, whatever the prompt ends with.
+
+        The prompt of a request is computed for its first continuation, and taken from the prefix cache for the others.
+        """
+        requests = _as_list(requests, "request")
+        reader = ContinuationReader(self.tokenizer, self.engine.media_rules, self.engine.model_config.vocab_size)
+        lists = reader.read(continuations, len(requests))
+        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
+        run = ScoringRun(self._call(), prefetcher, lists, self._has_room)
+        scored = {}
+        with _bar(len(requests), use_tqdm) as bar:
+            for index, output in run.outputs():
+                scored[index] = output
+                bar.update()
+        return [scored[index] for index in range(len(requests))]
+
+    def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
+        """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        self.engine.process.check()
+        check_lengths(sampling_params, 1)
+        if isinstance(prompt, dict):
+            options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
+            params = params_for(sampling_params, 0, prompt.get("sampling_params"))
+            prompt = self._intake.prepare(prompt)
+        else:
+            params = params_for(sampling_params, 0)
+        with self._turn():
+            return self.engine.add_request(prompt, params, **options)
+
+    def step(self) -> tuple[list[RequestOutput], int]:
+        """Run one batch: the requests that finished in it, and the number of tokens computed."""
+        with self._turn():
+            return self.engine.step()
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request and return what it has so far; None if it is unknown or has finished."""
+        with self._turn():
+            return self.engine.abort_request(request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts: those that follow are computed from their beginning. True, as vLLM's method."""
+        with self._turn():
+            self.engine.reset_prefix_cache()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and caches until `wake_up`, which reads the weights from their files again.
+
+        `level` is accepted as in vLLM, and changes nothing. Raises RuntimeError while requests are in flight; until
+        `wake_up`, so do all methods that compute.
+        """
+        with self._turn():
+            if self._is_asleep:
+                return
+            self.engine.check_alive()
+            if not self.engine.is_finished():
+                raise RuntimeError(f"{len(self.engine.scheduler.groups)} requests are in flight; finish or abort them")
+            self.engine.exit("the engine is asleep; call wake_up first")
+            self._is_asleep = True
+            collect_everything(self.device)
+
+    def wake_up(self) -> None:
+        """Load the model again after `sleep`; nothing happens if it is awake.
+
+        Raises what the constructor raises, for example if the memory is taken, and may then be called again.
+        """
+        with self._turn():
+            if self._is_asleep:
+                self.engine = self.engine.made_again()
+                self.engine.on_finished = None if self._tracer is None else self._trace
+                self._is_asleep = False
+
+    def get_metrics(self) -> list[Metric]:
+        """Return gauges and counters of the engine by vLLM's names, such as "vllm:prefix_cache_hits".
+
+        It may be called in any thread. The times of a request are in `RequestOutput.metrics`.
+        """
+        stats = replace(self.engine.stats(), num_released=int(self._is_asleep))
+        return read_metrics(stats, {"model_name": self.model, "engine": "0"})
+
+    def exit(self) -> None:
+        """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        if not self.engine.process.is_here:
+            return
+        self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
+        with self._lock:
+            self._is_asleep = False
+            self.engine.exit()
+        if self._tracer is not None:
+            self._tracer.shutdown()
+
+    def _trace(self, group: SequenceGroup) -> None:
+        self._tracer.record(group.sampling_params, group.trace_headers, group.output, adapter=group.adapter_name)
+
+    def stream_prepared(
+        self,
+        prefetcher: Prefetcher,
+        sampling_params: Params = None,
+        on_error: str = "raise",
+        select: Callable[[Prepared], bool] = lambda _: True,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, RequestOutput | None]]:
+        """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
+
+        `select` sees every request that could be prepared before the engine gets it; one that it does not select gets
+        None for an output. Once `is_stopped`, waiting requests are dropped, and those that have begun are finished.
+        """
+        return self._stream(self._call(), prefetcher, sampling_params, on_error, select, is_stopped)
+
+    def _stream(
+        self,
+        call: Call,
+        prefetcher: Prefetcher,
+        sampling_params: Params,
+        on_error: str,
+        select: Callable[[Prepared], bool] = lambda _: True,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Events:
+        try:
+            if on_error not in ("raise", "return"):
+                raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
+            while True:
+                if is_stopped():
+                    call.abort_waiting()
+                # Keep the engine supplied, but wait for preparation only when there is nothing else to do.
+                while self._has_room(call) and (item := prefetcher.get(wait=not call.groups)) is not None:
+                    try:
+                        with naming_request(item.index):
+                            is_selected = self._add(call, item, sampling_params, select)
+                    except RequestError as error:
+                        if on_error == "raise":
+                            raise
+                        yield item.index, call.refusal(self._refused(item, error))
+                    else:
+                        if not is_selected:
+                            yield item.index, None
+                if not call.groups and prefetcher.is_exhausted:
+                    return
+                events = call.step()
+                yield from without_errors(events, call.noun) if on_error == "raise" else events
+        finally:
+            prefetcher.close()
+            call.abort()
+
+    def _call(self, **options: Any) -> Call:
+        self.engine.process.check()
+        return Call(self.engine, self._lock, self._give_way, **options)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock; threads that run step after step, and could take it again first each time, give way."""
+        self.engine.process.check()  # before the lock, which a thread may have held that the fork does not have
+        caller = object()
+        try:
+            self._callers.add(caller)
+            with self._lock:
+                self._callers.discard(caller)
+                yield
+        finally:
+            self._callers.discard(caller)
+
+    def _give_way(self) -> None:
+        if self._callers:
+            time.sleep(TURN_SECONDS)
+
+    def _prefetch(
+        self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
+    ) -> Prefetcher:
+        self.engine.process.check()
+        prepare = self._intake.preparing(self.processor if processor is None else self._intake.adapt(processor))
+        return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
+
+    def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
+        """Prepares requests in the order of their priority."""
+        order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
+        return self._prefetch([requests[index] for index in order], processor, order)
+
+    def _has_room(self, call: Call) -> bool:
+        """Whether the engine should take another request; always one, however large."""
+        with self._lock:  # another thread's step may finish requests meanwhile
+            num_bytes = self.engine.scheduler.num_waiting_bytes
+        return not call.groups or self.admission.has_room(len(call.groups), num_bytes)
+
+    def _add(self, call: Call, item: Prepared, sampling_params: Params, select: Callable[[Prepared], bool]) -> bool:
+        """Give a prepared request to the engine if it is selected."""
+        prompt = item.engine_input()
+        if not select(item):
+            return False
+        own = item.request if isinstance(item.request, dict) else {}
+        params = params_for(sampling_params, item.index, own.get("sampling_params"))
+        call.add(item.index, prompt, params, request_id=own.get("request_id"), **request_options(own))
+        return True
+
+    def _refused(self, item: Prepared, error: RequestError) -> RequestOutput:
+        own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
+        request_id = self.engine.new_request_id() if own_id is None else own_id
+        error.request_index = None  # an output belongs to its request
+        return RequestOutput(request_id, error=str(error), exception=error.detached())
+
+
+def _as_prompts(prompts: Any) -> list[Request]:
+    """One prompt or several, in any form that `generate` takes -> a list of prompts; raises RequestError."""
+    return [_as_prompt(index, prompt) for index, prompt in enumerate(_as_list(prompts, "prompt"))]
+
+
+def _as_list(requests: Any, noun: str) -> list[Request]:
+    """One request or several -> a list."""
+    if isinstance(requests, str | bytes | Mapping) or getattr(requests, "ndim", 2) < 2:
+        requests = [requests]
+    if not isinstance(requests, Iterable):
+        raise RequestError(f"{noun}s must be a {noun} or a list of {noun}s, not {type(requests).__name__}")
+    requests = list(requests)
+    is_one = requests and (isinstance(requests[0], int) or getattr(requests[0], "ndim", 1) == 0)
+    return [requests] if is_one else requests
+
+
+def _as_prompt(index: int, prompt: Any) -> Request:
+    with naming_request(index):
+        if isinstance(prompt, dict):
+            if unknown := sorted(map(str, prompt.keys() - {*PROMPT_KEYS, "cache_salt", "lora_request"})):
+                raise RequestError(f"prompt has unknown keys {', '.join(unknown)}; known: {', '.join(PROMPT_KEYS)}")
+            return prompt
+        if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
+            return prompt
+        raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
+
+
+def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:
+    """Requests, which name the adapters that a call gives them; raises RequestError for another number of these."""
+    if lora_request is None:
+        return requests
+    adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(requests)
+    _check_one_each("lora_request", adapters, len(requests), "request")
+    pairs = zip(map(as_request, requests), adapters, strict=True)
+    return [_with_adapter(request, adapter) for request, adapter in pairs]
+
+
+def _with_adapter(request: Any, adapter: Any) -> Any:
+    is_lacking = isinstance(request, dict) and request.get("lora_request") is None
+    return {**request, "lora_request": adapter} if is_lacking and adapter is not None else request
+
+
+def _check_one_each(name: str, values: Any, number: int, noun: str) -> None:
+    if not isinstance(values, list | tuple) or len(values) != number:
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else shown(values)
+        required = f"must be a list with one value for each of {counted(number, noun)}"
+        raise RequestError(f"{name} {required}, got {got}", param=name)
+
+
+def _with_priorities(prompts: list[Request], priorities: list[int] | None) -> list[Request]:
+    """Prompts with these priorities; raises RequestError for another number of them."""
+    if priorities is None:
+        return prompts
+    _check_one_each("priority", priorities, len(prompts), "prompt")
+    return [as_request(prompt) | {"priority": own} for prompt, own in zip(prompts, priorities, strict=True)]
+
+
+def _priority(request: Any) -> int:
+    """By which requests are ordered; a bad one is refused later."""
+    priority = request.get("priority") if isinstance(request, dict) else None
+    return priority if isinstance(priority, int) else 0
+
+
+def _is_aborted(output: RequestOutput) -> bool:
+    return any(completion.finish_reason == "aborted" for completion in output.completions)
+
+
+def _aborted_message(noun: str, indices: Iterable[int]) -> str:
+    return "; ".join(f"{noun} {index}: aborted" for index in indices)
+
+
+def _in_order(outputs: dict[int, RequestOutput], noun: str, on_error: str) -> list[RequestOutput]:
+    ordered = [outputs[index] for index in range(len(outputs))]
+    aborted = [index for index, output in enumerate(ordered) if _is_aborted(output)]
+    if aborted and on_error == "raise":
+        raise RequestsAborted(_aborted_message(noun, aborted), ordered)
+    return ordered
+
+
+def _bar(total: int | None, use_tqdm: bool | None) -> tqdm:
+    """A progress bar; None shows one on a terminal and in a notebook."""
+    disable = None if use_tqdm is None else not use_tqdm
+    return tqdm(total=total, unit="request", dynamic_ncols=True, disable=disable)
+
+
+def _progress(stream: Events, total: int | None, use_tqdm: bool | None) -> Events:
+    """Pass the stream through, with a progress bar and token rates."""
+    bar = _bar(total, use_tqdm)
+    num_input = num_output = 0
+    with bar, closing(stream):
+        for index, event in stream:
+            yield index, event
+            if (output := output_of(event)) is None:
+                continue
+            num_input += output.num_prompt_tokens
+            num_output += sum(len(completion.token_ids) for completion in output.completions)
+            if seconds := bar.format_dict["elapsed"]:
+                bar.set_postfix_str(
+                    f"in {num_input / seconds:.0f} tok/s, out {num_output / seconds:.0f} tok/s", refresh=False
+                )
+            bar.update()

@@ -1,0 +1,152 @@
+"""Log-probabilities of given continuations: each is the end of a prompt whose beginning they share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from typing import Any
+
+from mmvllm.entrypoints.calls import Call
+from mmvllm.entrypoints.intake import Prefetcher, Prepared, naming_request, request_options
+from mmvllm.errors import RequestError, RequestsAborted
+from mmvllm.inputs import EngineInput, MediaRules, continued
+from mmvllm.outputs import ContinuationScore, RequestOutput, ScoreOutput
+from mmvllm.processors.chat import tokenize
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.utils.text import counted, shown
+
+PARAMS = SamplingParams(max_tokens=0, prompt_logprobs=0)
+
+
+class ScoringRun:
+    """The requests of one call. The first continuation of each computes the prompt; then the others begin.
+
+    Args:
+        continuations: token ids of those of each request.
+        has_room: whether the engine should take another request.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        prefetcher: Prefetcher,
+        continuations: Sequence[list[list[int]]],
+        has_room: Callable[[Call], bool],
+    ):
+        self._call, self._prefetcher, self._has_room = call, prefetcher, has_room
+        self._continuations = continuations
+        self._begun: dict[int, tuple[EngineInput, dict[str, Any]]] = {}  # by request
+        self._scores: dict[int, dict[int, ContinuationScore]] = {}
+
+    def outputs(self) -> Iterator[tuple[int, ScoreOutput]]:
+        """(index of the request, output) as they finish.
+
+        Raises RequestError for a bad request, RuntimeError if the device fails, and RequestsAborted.
+        """
+        try:
+            while True:
+                while self._has_room(self._call) and (item := self._prefetcher.get(wait=not self._call.groups)):
+                    self._begin(item)
+                if not self._call.groups and self._prefetcher.is_exhausted:
+                    return
+                for place, output in self._call.step():
+                    _check(place, output)
+                    yield from self._finish(*place, output)
+        finally:
+            self._prefetcher.close()
+            self._call.abort()
+
+    def _begin(self, item: Prepared) -> None:
+        with naming_request(item.index):
+            self._begun[item.index], self._scores[item.index] = _prepared(item), {}
+        self._add(item.index, 0)
+
+    def _add(self, request: int, place: int) -> None:
+        prompt, options = self._begun[request]
+        whole = continued(prompt, self._continuations[request][place])
+        with naming_request(request):
+            self._call.add((request, place), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
+
+    def _finish(self, request: int, place: int, output: RequestOutput) -> Iterator[tuple[int, ScoreOutput]]:
+        scores, number = self._scores[request], len(self._continuations[request])
+        scores[place] = _score(self._continuations[request][place], output)
+        if place == 0:
+            for other in range(1, number):
+                self._add(request, other)
+        if len(scores) == number:
+            del self._begun[request], self._scores[request]
+            length = output.num_prompt_tokens - len(scores[place].token_ids)
+            ordered = [scores[index] for index in range(number)]
+            yield request, ScoreOutput(ordered, length, output.num_image_tokens, output.num_video_tokens)
+
+
+def _prepared(item: Prepared) -> tuple[EngineInput, dict[str, Any]]:
+    """The prompt of a request, and its options."""
+    own = item.request if isinstance(item.request, dict) else {}
+    if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:
+        raise RequestError(f"{name} has no meaning for a score; leave it out", param=name, value=own[name])
+    prompt = item.engine_input()
+    if not prompt.token_ids:  # with a continuation it would not be empty
+        raise RequestError("prompt is empty; it needs at least one token")
+    return prompt, request_options(own)
+
+
+def _check(place: tuple[int, int], output: RequestOutput) -> None:
+    where = f"request {place[0]}, continuation {place[1]}"
+    if output.error is not None:
+        raise RuntimeError(f"{where}: {output.error}")
+    if output.finish_reason == "aborted":
+        raise RequestsAborted(f"{where}: aborted", [output])
+
+
+def _score(token_ids: list[int], output: RequestOutput) -> ContinuationScore:
+    of_tokens = output.prompt_logprobs[-len(token_ids) :]
+    found = [logprobs[token_id] for logprobs, token_id in zip(of_tokens, token_ids, strict=True)]
+    logprobs = [logprob.logprob for logprob in found]
+    return ContinuationScore(token_ids, logprobs, sum(logprobs), all(logprob.rank == 1 for logprob in found))
+
+
+class ContinuationReader:
+    """Reads what `LLM.score` is given as continuations; its errors are RequestErrors with the place of a wrong one."""
+
+    def __init__(self, tokenizer: Any, rules: MediaRules | None, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._placeholders = set() if rules is None else {rules.image_token_id, rules.video_token_id}
+
+    def read(self, continuations: Any, num_requests: int) -> list[list[list[int]]]:
+        """Token ids of the continuations of each request."""
+        if isinstance(continuations, str) or not isinstance(continuations, Sequence) or not continuations:
+            raise _error("continuations must be a list of strings or token ids, or such a list for each request")
+        if _is_one(continuations[0]):
+            return [self._list(continuations, "continuations")] * num_requests
+        if len(continuations) != num_requests:
+            given = f"{counted(len(continuations), 'list')} for {counted(num_requests, 'request')}"
+            raise _error(f"continuations has {given}; give one for each request, or one list of strings for all")
+        return [self._list(own, f"continuations[{i}]") for i, own in enumerate(continuations)]
+
+    def _list(self, own: Any, path: str) -> list[list[int]]:
+        if isinstance(own, str | bytes) or not isinstance(own, Sequence) or not own:
+            raise _error(f"{path} must be a list of at least one string or list of token ids")
+        return [self._token_ids(one, f"{path}[{i}]") for i, one in enumerate(own)]
+
+    def _token_ids(self, one: Any, path: str) -> list[int]:
+        if not isinstance(one, str) and not _is_one(one):
+            raise _error(f"{path} is {shown(one, 100)}, must be a string or a list of token ids, and not empty")
+        token_ids = tokenize(self._tokenizer, one) if isinstance(one, str) else [int(token_id) for token_id in one]
+        if not token_ids:
+            raise _error(f"{path} is empty; it needs at least one token")
+        if self._placeholders & {*token_ids}:
+            raise _error(f"{path} has the placeholder of an image or a video; these belong into the request")
+        if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise _error(f"{path} has token ids outside [0, {self._vocab_size})")
+        return token_ids
+
+
+def _is_one(continuation: Any) -> bool:
+    """Whether it is a single continuation."""
+    if isinstance(continuation, str):
+        return True
+    is_list = isinstance(continuation, Sequence) and not isinstance(continuation, bytes) and bool(continuation)
+    return is_list and all(isinstance(one, Integral) and not isinstance(one, bool) for one in continuation)
+
+
+def _error(reason: str) -> RequestError:
+    return RequestError(reason, param="continuations")

@@ -1,0 +1,321 @@
+"""OpenTelemetry traces: a span for each request, with children for its stages, sent with OTLP over HTTP.
+
+Names of spans and attributes are vLLM's (vllm/tracing) and those of OpenTelemetry's conventions for generative AI.
+Spans are made when a request ends, from the times in its output: nothing is done for a token or a step. A collector
+that does not answer, or any other failure of tracing, is told once and changes nothing for requests.
+"""
+
+import atexit
+import io
+import logging
+import os
+import re
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import mmvllm
+from mmvllm.errors import ArgumentError
+from mmvllm.outputs import CompletionOutput, RequestOutput
+from mmvllm.sampling_params import UNLIMITED, SamplingParams
+from mmvllm.utils.text import without_logins
+from mmvllm.utils.time_limit import TimeLimit
+
+if TYPE_CHECKING:
+    import requests
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+logger = logging.getLogger(__name__)
+
+TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
+EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
+# When an engine is shut down: for the spans that are left, and then until an attempt has ended.
+FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
+CREDENTIAL_VARIABLES = (  # of OpenTelemetry: one names a package that provides the session of the exporter
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+)
+
+_SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
+_HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
+
+
+def trace_headers_of(headers: Mapping[str, str]) -> dict[str, str] | None:
+    """The headers of an HTTP request that say which trace it belongs to; None without any."""
+    return {name: headers[name] for name in TRACE_HEADERS if name in headers} if TRACE_HEADERS[0] in headers else None
+
+
+def traces_url(endpoint: str) -> str:
+    """The URL that spans are sent to: of a collector, or with a path of its own; raises ArgumentError.
+
+    It raises one, too, if OpenTelemetry is not installed.
+    """
+    parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
+    is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
+    if not is_whole or parts.scheme not in ("http", "https") or not parts.netloc:
+        message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
+        raise ArgumentError(message, value=repr(_public(endpoint) if isinstance(endpoint, str) else endpoint))
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401
+    except ImportError as error:
+        message = '{otlp_traces_endpoint} needs {name}, which is not installed; pip install "mmvllm[otel]"'
+        raise ArgumentError(message, name=error.name) from None
+    _check_headers()
+    return endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
+
+
+def _check_headers() -> None:
+    """Raise ArgumentError for headers of the environment that cannot be sent: errors of OpenTelemetry show them."""
+    variable = next((name for name in HEADER_VARIABLES if os.environ.get(name)), HEADER_VARIABLES[0])
+    for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+        sent = unquote(header)
+        if not (_HEADER.fullmatch(header) and sent.isascii() and sent.isprintable()):
+            message = "{otlp_traces_endpoint}: {variable} must be NAME=VALUE,NAME=VALUE, percent-encoded ASCII"
+            raise ArgumentError(message, variable=variable)
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raise ArgumentError for an endpoint that cannot be used."""
+    if endpoint is not None:
+        traces_url(endpoint)
+
+
+def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
+    """What sends the spans of an engine's requests to a collector; None without one."""
+    if endpoint is None:
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    url, has_own_session = traces_url(endpoint), any(map(os.environ.get, CREDENTIAL_VARIABLES))
+    return RequestTracer(OTLPSpanExporter(url, session=None if has_own_session else _status_session()), model, url)
+
+
+def _status_session() -> "requests.Session":
+    """A session that reads the status of a response, but not its body: nothing uses the body, and it may be endless.
+
+    Redirects are not followed.
+    """
+    import requests
+
+    class StatusSession(requests.Session):
+        def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+            response = super().send(request, **options | {"stream": True})
+            response.close()
+            response.raw = io.BytesIO()
+            return response
+
+        def get_redirect_target(self, response: requests.Response) -> None:
+            """Say that there is none: otherwise `send` would read the body of a redirect."""
+
+    return StatusSession()
+
+
+class RequestTracer:
+    """Makes the spans of requests; threads may share it.
+
+    Sampling, the size of batches and other settings are OpenTelemetry's own environment variables.
+
+    Args:
+        model: what spans call it, where a request has no adapter.
+        destination: what the warning calls the exporter.
+    """
+
+    def __init__(self, exporter: "SpanExporter", model: str, destination: str = "the exporter"):
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._model, self._propagator = model, TraceContextTextMapPropagator()
+        resource = Resource.create({"service.name": "mmvllm"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which may take half a minute
+        self._exporter = telling(exporter, destination)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("mmvllm", mmvllm.__version__)
+        self._has_failed = self._is_shut_down = False
+        atexit.register(_shutdown_if_alive, weakref.ref(self))
+
+    def record(
+        self,
+        params: SamplingParams,
+        headers: Mapping[str, str] | None,
+        output: RequestOutput,
+        error_type: str | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """Make the spans of a request that has ended, with an error of this class if there was one.
+
+        The name of the adapter that it used stands for the model's.
+        """
+        try:
+            model = adapter or self._model
+            self._record(params, headers, output, error_type or ("RequestFailed" if output.error else None), model)
+        except Exception:  # a request never fails because of its trace
+            if not self._has_failed:
+                logger.warning("a request could not be traced; this is told once", exc_info=True)
+            self._has_failed = True
+
+    def _record(
+        self,
+        params: SamplingParams,
+        headers: Mapping[str, str] | None,
+        output: RequestOutput,
+        error_type: str | None,
+        model: str,
+    ) -> None:
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+
+        begin = min(filter(None, (output.arrival_time, output.preparation_start_time)))
+        parent, start = self._propagator.extract(headers or {}), _nanoseconds(begin)
+        span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
+        if span.is_recording():
+            span.set_attributes(_of_request(model, params) | _of_output(output))
+            if error_type is not None:  # its text may quote the prompt
+                span.set_status(StatusCode.ERROR)
+                span.set_attribute("error.type", error_type)
+            context = set_span_in_context(span)
+            for name, first, last in _stages(output):
+                child = self._tracer.start_span(name, context, start_time=_nanoseconds(first))
+                child.end(_nanoseconds(max(first, last)))
+        span.end(_nanoseconds(max(begin, output.finish_time)))
+
+    def shutdown(self) -> None:
+        """Send what has been recorded, in at most `FLUSH_SECONDS + END_SECONDS`; safe to call twice."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        with suppress(Exception):
+            TimeLimit(FLUSH_SECONDS).run(self._provider.force_flush)
+        with suppress(Exception):
+            TimeLimit(END_SECONDS).run(self._end)
+
+    def _end(self) -> None:
+        self._exporter.shutdown()  # ends an attempt that is waiting for the collector
+        self._provider.shutdown()
+
+
+def _shutdown_if_alive(ref: "weakref.ref[RequestTracer]") -> None:
+    tracer = ref()
+    if tracer is not None:
+        tracer.shutdown()
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _stages(output: RequestOutput) -> list[tuple[str, float, float]]:
+    """(name, start, end) of those that the request has passed, or ended in; the ViT runs within the prefill."""
+    end, encoding_start = output.finish_time, output.encoding_start_time
+    queued, scheduled, first_token = output.queue_start_time, output.first_scheduled_time, output.first_token_time
+    reached_engine = scheduled is not None or output.preparation_end_time is not None
+    encoded = None if encoding_start is None else encoding_start + output.encoding_time
+    stages = [
+        ("preparation", output.preparation_start_time, output.preparation_end_time),
+        ("queue", queued if reached_engine else None, scheduled or end),
+        ("prefill", scheduled, first_token or end),
+        ("vision", encoding_start, encoded),
+        ("decode", first_token, end),
+    ]
+    return [(name, start, until) for name, start, until in stages if start is not None and until is not None]
+
+
+def _of_request(model: str, params: SamplingParams) -> dict[str, Any]:
+    limit = {} if params.max_tokens == UNLIMITED else {"gen_ai.request.max_tokens": params.max_tokens}
+    return {
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.n": params.n,
+        **limit,
+    }
+
+
+def _of_output(output: RequestOutput) -> dict[str, Any]:
+    metrics, completion = output.metrics, sum(len(one.token_ids) for one in output.completions)
+    attributes = {
+        "gen_ai.request.id": output.request_id,
+        "gen_ai.usage.num_sequences": len(output.completions),
+        "gen_ai.usage.prompt_tokens": output.num_prompt_tokens,
+        "gen_ai.usage.completion_tokens": completion,
+        "gen_ai.usage.input_tokens": output.num_prompt_tokens,  # the same two by the newer names
+        "gen_ai.usage.output_tokens": completion,
+        "gen_ai.response.finish_reasons": [one.finish_reason for one in output.completions],
+        "mmvllm.usage.cached_tokens": output.num_cached_tokens,
+        "mmvllm.usage.image_tokens": output.num_image_tokens,
+        "mmvllm.usage.video_tokens": output.num_video_tokens,
+        "gen_ai.latency.time_in_queue": metrics.time_in_queue,
+        "gen_ai.latency.time_to_first_token": metrics.time_to_first_token,
+        "gen_ai.latency.e2e": metrics.e2e_time,
+        "gen_ai.latency.time_in_model_prefill": metrics.prefill_time,
+        "gen_ai.latency.time_in_model_decode": metrics.decode_time,
+        "mmvllm.latency.preparation": metrics.preparation_time,
+        "mmvllm.latency.vision": metrics.encoding_time,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def ended_output(request_id: str, arrival_time: float, num_completions: int, error_type: str | None) -> RequestOutput:
+    """What stands in a trace for a request that has ended now, without an output: with an error, or given up."""
+    reason = "aborted" if error_type is None else "error"
+    completions = [CompletionOutput("", [], reason) for _ in range(num_completions)]
+    return RequestOutput(request_id, completions, arrival_time=arrival_time, finish_time=time.time())
+
+
+def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
+    """An exporter that warns once when spans are lost, and again only after some have been sent."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class TellingExporter(SpanExporter):
+        def __init__(self) -> None:
+            self._is_losing = self._is_shut_down = False
+            logging.getLogger(EXPORTER_LOGGER).addFilter(_REASONS)  # once, however often it is added
+
+        def export(self, spans: Sequence) -> SpanExportResult:
+            if self._is_shut_down:  # what is left was not sent in time
+                return SpanExportResult.FAILURE
+            _REASONS.first = ""
+            try:
+                result = exporter.export(spans)
+            except Exception as error:
+                result, _REASONS.first = SpanExportResult.FAILURE, str(error)
+            is_losing = result is not SpanExportResult.SUCCESS
+            if is_losing and not self._is_losing:
+                message = "traces cannot be sent to %s; requests are served, their spans are lost: %s"
+                logger.warning(message, _public(destination), _public(_REASONS.first))
+            self._is_losing = is_losing
+            return result
+
+        def shutdown(self) -> None:
+            if not self._is_shut_down:  # the SDK calls it again
+                self._is_shut_down = True
+                exporter.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30000) -> bool:
+            return exporter.force_flush(timeout_millis)
+
+    return TellingExporter()
+
+
+def _public(text: str) -> str:
+    """A text without the logins and the queries of URLs, which may have a token."""
+    return re.sub(r"\?\S+", "?***", without_logins(text))
+
+
+class _Reasons(logging.Filter):
+    """Keeps the first line that the SDK's exporter logs about a failure, for one warning in place of many."""
+
+    first = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.first = self.first or record.getMessage()
+        return False
+
+
+_REASONS = _Reasons()

@@ -1,0 +1,142 @@
+"""Media of untrusted senders is decoded in worker processes, which have a time limit and a memory limit."""
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from mmvllm.config import MiB
+from mmvllm.errors import ImageError, MediaFileError, VideoError
+from mmvllm.media.policy import MediaPolicy
+from mmvllm.processes.worker_process import reserve_in_parent
+from mmvllm.processes.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.clip import Clip
+from mmvllm.processors.draft import Draft, source_size, with_source_size
+from mmvllm.processors.pixels import orientation_of, with_orientation
+from mmvllm.utils.memory_limit import memory_limit, return_freed_memory
+
+if TYPE_CHECKING:
+    from mmvllm.processors.load_video import Load
+    from mmvllm.processors.video import ClipPlan
+
+# What a process may allocate beyond what its task reserves: Pillow and FFmpeg take memory when they open a file.
+IMAGE_BYTES, OPENED_BYTES_PER_PIXEL = 256 * MiB, 8  # of a WebP image, two canvases
+VIDEO_BYTES = 1024 * MiB  # an animated WebP image as large as those; 131 MiB for H.264 of 8K in 10 bits
+NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # each of which loads torch, for resizing
+
+
+class MediaDecoder:
+    """Decodes media within the limits of a policy, from any number of threads; `close` ends its processes.
+
+    Videos have processes of their own, which are started with the first one.
+    """
+
+    def __init__(self, policy: MediaPolicy):
+        self._policy = policy
+        self._pool = WorkerPool(initializer=_start, initargs=(policy,), reserve=DECODING.reserve)
+        self._video_pool = WorkerPool(NUM_VIDEO_WORKERS, _start_video, (policy,), VIDEO_DECODING.reserve)
+
+    def start(self) -> None:
+        """Start a process before the first image needs it."""
+        self._pool.start()
+
+    def close(self) -> None:
+        self._pool.close()
+        self._video_pool.close()
+
+    @contextmanager
+    def session(self) -> "Iterator[Load]":
+        """Functions that decode bytes; what they are decoding on exit is given up.
+
+        They raise MediaError, ImageError, VideoError and RequestError as `MediaPolicy.load` and `load_video` do, and
+        ImageError or VideoError for what takes longer than `image_timeout` or `video_timeout`, or ends its process.
+        """
+        from mmvllm.processors.load_video import Load  # loads torch, which processes for images do without
+
+        is_over = threading.Event()
+        try:
+            yield Load(
+                image=lambda data, draft=None: self._decode(data, draft, is_over.is_set),
+                video=lambda data, plan: self._decode_video(data, plan, is_over.is_set),
+            )
+        finally:
+            is_over.set()
+
+    def _decode(self, data: bytes, draft: Draft | None, is_cancelled: Callable[[], bool]) -> Image.Image:
+        self._policy.check("image", data)  # before it is copied to a process
+        timeout = self._policy.image_timeout
+        with _sentences(ImageError, "image", timeout, "shrink"):
+            size, pixels, orientation, full = self._pool.run(
+                _decode, data, draft, timeout=timeout, is_cancelled=is_cancelled
+            )
+        return with_source_size(with_orientation(Image.frombytes("RGB", size, pixels), orientation), full)
+
+    def _decode_video(self, data: bytes | list[bytes], plan: "ClipPlan", is_cancelled: Callable[[], bool]) -> Clip:
+        self._policy.check("video", data)  # before it is copied to a process
+        timeout = self._policy.video_timeout
+        with _sentences(VideoError, "video", timeout, "cut"):
+            return self._video_pool.run(_decode_video, data, plan, timeout=timeout, is_cancelled=is_cancelled)
+
+
+@contextmanager
+def _sentences(error_class: type[MediaFileError], kind: str, timeout: float, remedy: str) -> Iterator[None]:
+    """What can happen to a process, as an error for the sender."""
+    try:
+        yield
+    except WorkerTimeout:
+        reason = f"the {kind} took longer than {timeout:g} s to decode; {remedy} or re-encode it"
+        raise error_class("", reason) from None
+    except WorkerDied as error:
+        raise error_class("", f"the {kind} could not be decoded, its worker process died: {error}") from None
+    except MemoryError:
+        raise error_class("", f"the {kind} takes too much memory to decode; shrink it") from None
+
+
+# What follows runs in the processes.
+
+_policy: MediaPolicy | None = None
+
+
+def _start(policy: MediaPolicy) -> None:
+    global _policy
+    _policy = policy
+    Image.init()
+
+
+def _start_video(policy: MediaPolicy) -> None:
+    _start(policy)
+    import_video_decoders()
+
+
+def import_video_decoders() -> None:
+    """Import what decodes videos now, so that the first one has its time and memory."""
+    for name in ("mmvllm.processors.load_video", "av"):
+        with suppress(ImportError):
+            import_module(name)
+
+
+def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.PickleBuffer, int, tuple[int, int]]:
+    """The size, the pixels, 3 bytes each, the orientation and the full size of what is encoded."""
+    with memory_limit(IMAGE_BYTES + OPENED_BYTES_PER_PIXEL * _policy.max_pixels):
+        image = _policy.load(data, draft, reserve_in_parent)
+    return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
+
+
+@contextmanager
+def memory_of_video() -> Iterator[None]:
+    """The memory limit of a worker process that decodes a video, which keeps nothing of it for itself."""
+    try:
+        with memory_limit(VIDEO_BYTES):
+            yield
+    finally:
+        return_freed_memory()
+
+
+def _decode_video(data: bytes | list[bytes], plan: "ClipPlan") -> Clip:
+    with memory_of_video():
+        return _policy.load_video(data, plan, reserve_in_parent)

@@ -1,0 +1,204 @@
+"""Limits for untrusted media: where images and videos may be fetched from, and how large they may be."""
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
+
+from mmvllm.errors import ArgumentError
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING
+from mmvllm.processors.clip import Clip
+from mmvllm.processors.decode import Reserve
+from mmvllm.processors.draft import Draft
+from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
+from mmvllm.processors.video_limits import VideoLimits
+from mmvllm.utils.text import with_article
+
+MAX_URL_LENGTH = 8192  # characters, but for data URIs
+
+if TYPE_CHECKING:
+    from mmvllm.processors.video import ClipPlan
+
+# The formats that browsers show and clients and phones send; HEIF needs the extra `heif`. Pillow reads more, some of
+# them in slow Python loops that a few bytes of input can keep running for a long time.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "HEIF")
+
+# FFmpeg's names of the containers that phones, cameras, browsers and screen recorders write, and of decoders of what is
+# in them. Videos may also be animated images in one of `FORMATS`. FFmpeg runs no other code on untrusted bytes.
+VIDEO_CONTAINERS = ("mp4", "mov", "matroska", "webm", "avi")
+VIDEO_CODECS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "av1", "mpeg4", "mjpeg")
+
+Kind = Literal["image", "video"]
+
+_DOMAIN = re.compile(r"\*|(\*\.)?([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}", re.IGNORECASE | re.ASCII)
+
+
+class MediaError(ValueError):
+    """Media that the policy does not allow or that could not be fetched; the message is meant for the client.
+
+    Args:
+        reason: what is wrong, and what the client can do.
+        field: the field of the policy that would allow it, if there is one.
+    """
+
+    def __init__(self, reason: str, field: str | None = None):
+        super().__init__(reason, field)
+        self.reason, self.field = reason, field
+
+    def __str__(self) -> str:
+        return self.spelled({})
+
+    def spelled(self, names: Mapping[str, str]) -> str:
+        """The message with the policy's fields under other names, such as those of a command's options."""
+        return self.reason + (f" (see {names.get(self.field, self.field)})" if self.field else "")
+
+    def after(self, text: str) -> "MediaError":
+        """This error with a text before it."""
+        return MediaError(f"{text}{self.reason}", self.field)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPolicy:
+    """Where media may be fetched from, and how large they may be. By default only data URIs are accepted.
+
+    Args:
+        allowed_domains: hosts to fetch from: "example.org" is that host, "*.example.org" every host below it, "*" every
+            host with a public address. Redirects may only lead to allowed hosts.
+        allowed_networks: private networks that may be reached nevertheless, in CIDR notation: "10.1.0.0/16".
+        allowed_local_path: folder below which file:// URLs may be read.
+        max_bytes: maximum size of an encoded image.
+        max_pixels: maximum number of pixels of an image or of a frame, checked before it is decoded.
+        max_redirects: maximum number of redirects for one image or video; each is checked like the first URL.
+        connect_timeout: timeout in seconds for looking up a host, and again for connecting to it.
+        read_timeout: timeout in seconds for receiving the next bytes.
+        total_timeout: timeout in seconds for one image or video, redirects included.
+        image_timeout: seconds in which a worker process (`mmvllm.media.decoding`) must have decoded an image.
+        max_video_bytes: maximum size of an encoded video.
+        max_video_seconds: maximum duration of a video.
+        max_video_pixels: maximum number of pixels of all frames that are taken of a video, before they are resized.
+        video_timeout: seconds in which a worker process must have decoded the frames of a video.
+
+    Raises ArgumentError that names the argument for an invalid domain, network, folder or limit.
+    """
+
+    allowed_domains: tuple[str, ...] = ()
+    allowed_networks: tuple[str, ...] = ()
+    allowed_local_path: Path | None = None
+    max_bytes: int = 20 * 1024 * 1024
+    max_pixels: int = 64_000_000
+    max_redirects: int = 3
+    connect_timeout: float = 5.0
+    read_timeout: float = 10.0
+    total_timeout: float = 30.0
+    image_timeout: float = 10.0
+    max_video_bytes: int = 256 * 1024 * 1024
+    max_video_seconds: float = 3600.0
+    max_video_pixels: int = 2_000_000_000
+    video_timeout: float = 60.0
+
+    def __post_init__(self):
+        for name in ("allowed_domains", "allowed_networks"):
+            if isinstance(getattr(self, name), str):
+                raise _wrong(name, "is one string, {value!r}; give a tuple of strings", value=getattr(self, name))
+        for name in _ABOVE_0:
+            if not getattr(self, name) > 0:
+                raise _wrong(name, "is {value!r}, must be above 0", value=getattr(self, name))
+        if self.max_redirects < 0:
+            raise _wrong("max_redirects", "is {value!r}, must be at least 0", value=self.max_redirects)
+        for domain in self.allowed_domains:
+            _check_domain(domain)
+        for network in self.allowed_networks:
+            _check_network(network)
+        if self.allowed_local_path is not None and not os.path.isdir(self.allowed_local_path):
+            raise ArgumentError("{allowed_local_path}: {path} is not a folder", path=self.allowed_local_path)
+        if not 1 <= self.max_pixels <= MAX_SOURCE_PIXELS:
+            raise _wrong(
+                "max_pixels", "is {value}, must be from 1 to {most}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
+            )
+
+    def load(self, data: bytes, draft: Draft | None = None, reserve: Reserve = DECODING.reserve) -> Image.Image:
+        """Decode an encoded image to upright 8-bit RGB, in the calling thread; `MediaDecoder` has a time limit.
+
+        Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and
+        ValueError if it is not an image in one of `FORMATS`.
+        """
+        self.check("image", data)
+        return load_image(data, draft, max_source_pixels=self.max_pixels, formats=FORMATS, reserve=reserve)
+
+    def load_video(
+        self, data: bytes | list[bytes], plan: "ClipPlan", reserve: Reserve = VIDEO_DECODING.reserve
+    ) -> Clip:
+        """Decode the frames that `plan` takes of an encoded video, or a list of encoded frames, in the calling thread.
+
+        Raises MediaError as `load` does, VideoError for what is no video in `VIDEO_CONTAINERS`, `VIDEO_CODECS` and
+        `FORMATS` within the limits, and RequestError as the plan does.
+        """
+        from mmvllm.processors.given_frames import clip_of  # loads torch, which processes for images do without
+        from mmvllm.processors.load_video import load_video
+
+        self.check("video", data)
+        if isinstance(data, list):
+            return clip_of(data, plan, lambda frame: self.load(frame, reserve=reserve), self.video_limits)
+        return load_video(data, plan, self.video_limits, reserve)
+
+    @property
+    def video_limits(self) -> VideoLimits:
+        """Of encoded videos, for `mmvllm.processors.load_video`."""
+        return VideoLimits(
+            VIDEO_CONTAINERS, VIDEO_CODECS, FORMATS, self.max_pixels, self.max_video_pixels, self.max_video_seconds
+        )
+
+    def check(self, kind: Kind, data: Any) -> None:
+        """Raise MediaError if `data` is not bytes, or too many of them; a video may be a list of frames as images."""
+        if kind == "video" and isinstance(data, list):
+            for frame in data:
+                self.check("image", frame)
+            return
+        if not isinstance(data, bytes):
+            raise MediaError(f"{with_article(kind)} must be given as bytes, not as {type(data).__name__}")
+        if len(data) > self.most_bytes(kind):
+            raise self.too_large(kind).after(f"the {kind} of {len(data)} bytes: ")
+
+    def most_bytes(self, kind: Kind) -> int:
+        """Maximum size of an encoded image or video."""
+        return self.max_bytes if kind == "image" else self.max_video_bytes
+
+    def too_large(self, kind: Kind = "image") -> MediaError:
+        """The error for an encoded image over `max_bytes`, or a video over `max_video_bytes`."""
+        field = "max_bytes" if kind == "image" else "max_video_bytes"
+        return MediaError(f"too large, at most {self.most_bytes(kind)} bytes are accepted; shrink it", field)
+
+
+_ABOVE_0 = (
+    *("max_bytes", "connect_timeout", "read_timeout", "total_timeout", "image_timeout"),
+    *("max_video_bytes", "max_video_seconds", "max_video_pixels", "video_timeout"),
+)
+
+
+def _wrong(name: str, reason: str, **values: object) -> ArgumentError:
+    return ArgumentError(f"{{{name}}} {reason}", **values)
+
+
+def _check_domain(domain: str) -> None:
+    try:
+        canonical = str(ipaddress.ip_address(domain))
+    except ValueError:
+        canonical = domain.lower() if _DOMAIN.fullmatch(domain) else "example.org, *.example.org, or * for all"
+    if domain.lower() != canonical:
+        raise ArgumentError(
+            "{allowed_domains}: {domain!r} is not a host in canonical form; write {canonical}",
+            domain=domain,
+            canonical=canonical,
+        )
+
+
+def _check_network(network: str) -> None:
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
+        raise ArgumentError("{allowed_networks}: {error}; write a network such as 10.1.0.0/16", error=error) from None

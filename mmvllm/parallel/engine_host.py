@@ -1,0 +1,203 @@
+"""An engine in a process of its own: requests come through a pipe, and what is new goes back through another.
+
+commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
+"""
+
+import sys
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
+from mmvllm.engine.garbage import without_old_objects
+from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.stats import EngineStats
+from mmvllm.errors import RequestError, RequestFailed, first_line, without_frames
+from mmvllm.inputs import EngineInput, in_pinned_memory
+from mmvllm.processes.worker_channel import Channel, can_be_sent, unpickled
+from mmvllm.sampling_params import SamplingParams
+
+REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go down
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the front process must know of an engine that is ready."""
+
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddCommand:
+    """A request; `key` stands for it in what comes back.
+
+    `functions` are the pickled `logits_processors`, which `params` is without: an engine may be unable to import them.
+    """
+
+    key: int
+    request_id: str
+    num_completions: int
+    prompt: EngineInput
+    params: SamplingParams
+    functions: bytes
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCommand:
+    """The end of a request."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetCommand:
+    """The prefix cache is to be emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCommand:
+    """The end of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The engine could not be made."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the engine serves no more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is new of requests, by their keys, and how the engine is."""
+
+    items: list[tuple[int, Item]]
+    stats: EngineStats
+    failing: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _RemoteReceiver:
+    """A request whose deltas go to the front process."""
+
+    key: int
+    request_id: str
+    arrival_time: float
+    num_completions: int
+    ended: Future[None] = field(default_factory=Future)
+
+
+class EngineHost:
+    """Serves the requests of the front process."""
+
+    def __init__(self, engine: LLMEngine, channel: Channel, events: Connection, release_after: float | None):
+        self._engine, self._channel, self._events = engine, channel, events
+        self._sending = threading.Lock()
+        self._receivers: dict[int, _RemoteReceiver] = {}
+        self._thread = EngineThread(engine, self._deliver, self._fail, release_after)
+
+    def run(self) -> None:
+        """Until the front process says so, or ends."""
+        engine = self._engine
+        num_blocks = engine.scheduler.block_manager.num_blocks
+        self._send(EngineFacts(engine.max_model_len, engine.max_num_seqs, num_blocks, engine.block_size))
+        try:
+            while self._run_commands():
+                pass
+        except (EOFError, OSError):  # the front process has ended
+            pass
+        self._thread.stop()
+
+    def _run_commands(self) -> bool:
+        while not self._channel.pipe.poll(REPORT_SECONDS):
+            self._report([])
+        commands = self._channel.receive()
+        self._channel.pipe.send(None)  # the memory may be written to again
+        for command in commands:
+            if isinstance(command, StopCommand):
+                return False
+            if isinstance(command, ResetCommand):
+                self._thread.reset_prefix_cache()
+            elif isinstance(command, AddCommand):
+                self._add(command)
+            elif (receiver := self._receivers.get(command.key)) is not None:  # else it has ended meanwhile
+                self._thread.abort(receiver)
+        return True
+
+    def _add(self, command: AddCommand) -> None:
+        options = command.options
+        receiver = _RemoteReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
+        self._receivers[command.key] = receiver
+        try:  # here, so that the engine's thread need not
+            params = _with_functions(command)
+            self._engine.load_adapter(options.get("lora_request"))
+        except ValueError as error:
+            self._deliver([(receiver, error)])
+            return
+        except Exception as error:  # too little memory for it, for example: other requests are not affected
+            self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
+            return
+        on_gpu = self._engine.device.type == "cuda"
+        prompt = in_pinned_memory(command.prompt) if on_gpu else command.prompt
+        self._thread.add(receiver, prompt, params, **options)
+
+    def _deliver(self, events: list[Event]) -> None:
+        items = []
+        for receiver, item in events:
+            items.append((receiver.key, item if not isinstance(item, Exception) else _sendable(item)))
+            if is_last(item):
+                self._receivers.pop(receiver.key, None)
+        self._report(items)
+
+    def _report(self, items: list[tuple[int, Item]]) -> None:
+        self._send(News(items, self._thread.stats(0), self._thread.failing))
+
+    def _fail(self, error: BaseException) -> None:
+        self._send(Failure(first_line(error)))  # whereupon the front process ends this one
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self._events.send(message)
+
+
+def not_sendable(error: Exception) -> RequestError:
+    """For functions that cannot be pickled, or not be made again by an engine's process."""
+    reason = f"logits_processors cannot be sent to the process of an engine: {first_line(error)}"
+    return RequestError(f"{reason}; give functions of modules that it can import", param="logits_processors")
+
+
+def _with_functions(command: AddCommand) -> SamplingParams:
+    try:
+        functions = unpickled(command.functions)
+    except Exception as error:  # of the caller's module, too
+        raise not_sendable(error) from None
+    return replace(command.params, logits_processors=functions)
+
+
+def host_engine(channel: Channel, events: Connection) -> None:
+    """Load the engine and serve its requests."""
+    try:
+        folder, config, release_after = channel.receive()
+        engine = LLMEngine(folder, config)
+    except Exception as error:
+        events.send(Refusal(_sendable(error)))
+        sys.exit(1)
+    with without_old_objects():
+        EngineHost(engine, channel, events, release_after).run()
+
+
+def _sendable(error: Exception) -> Exception:
+    """Without its frames; another one with its text if it cannot be made again in the front process."""
+    return error if can_be_sent(without_frames(error)) else RequestFailed(first_line(error))

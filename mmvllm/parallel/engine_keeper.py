@@ -1,0 +1,134 @@
+"""Keeps an engine process running: one that ends is started anew, after a pause that grows."""
+
+import logging
+import threading
+import time
+from typing import Protocol
+
+from mmvllm.errors import first_line
+from mmvllm.parallel.engine_host import AddCommand, EngineFacts, Failure, News, Refusal
+from mmvllm.parallel.remote_engine import STOP_SECONDS, Command, RemoteEngine, Setup
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds; each is twice as long as the one before
+STABLE_SECONDS = 60.0  # that an engine must serve to be started without a longer pause
+
+
+class EngineListener(Protocol):
+    """Is called in the thread of each engine, which is known by its index."""
+
+    def on_ready(self, index: int, facts: EngineFacts) -> None: ...
+
+    def on_news(self, index: int, news: News) -> None: ...
+
+    def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None: ...
+
+    def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
+        """A process has ended, before it was ready or after; `refusal` is why the engine could not be made."""
+        ...
+
+
+class EngineKeeper:
+    """One engine of several: its process, and the thread that starts it and reads what it sends.
+
+    Args:
+        setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
+        env: environment variables of each process, of the engine's `Placement`.
+    """
+
+    def __init__(self, index: int, setup: Setup, env: dict[str, str], listener: EngineListener):
+        self.num_failed_starts = 0  # one after the other
+        self._index, self._setup, self._env, self._listener = index, setup, env, listener
+        self._changed = threading.Condition()
+        self._engine: RemoteEngine | None = None
+        self._is_ready = self._is_exiting = False
+        self._num_short_lives = 0  # processes that ended one after the other without having served for long
+        self._thread = threading.Thread(target=self._run, name=f"mmvllm-engine-{index}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process that runs, or ran last."""
+        engine = self._engine
+        return None if engine is None else engine.process.pid
+
+    def send(self, command: Command) -> None:
+        """A command for the process that is up; lost if it ends meanwhile, which the listener is told."""
+        self._engine.send(command)
+
+    def stop(self) -> None:
+        """Start no more, and let the process end; `join` waits for it."""
+        with self._changed:
+            self._is_exiting = True
+            if self._is_ready:
+                self._engine.stop()
+            elif self._engine is not None:  # nothing is in flight
+                self._engine.kill()
+            self._changed.notify_all()
+
+    def join(self, until: float) -> None:
+        """Wait for the process until then, and end it."""
+        with self._changed:
+            engine = self._engine
+        if engine is not None:
+            engine.process.join(max(0.0, until - time.monotonic()))
+            engine.kill()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_SECONDS)
+
+    def _run(self) -> None:
+        while not self._is_exiting:
+            started, self._is_ready = time.monotonic(), False
+            reason, refusal = self._run_once()
+            self.num_failed_starts = 0 if self._is_ready else self.num_failed_starts + 1
+            self._num_short_lives = 0 if time.monotonic() - started > STABLE_SECONDS else self._num_short_lives + 1
+            if not self._is_exiting:
+                self._listener.on_lost(self._index, reason, refusal)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_exiting, pause_after(self._num_short_lives))
+
+    def _run_once(self) -> tuple[str, Exception | None]:
+        """Start a process and read what it sends; why it ended."""
+        engine = None
+        try:
+            engine = self._start()
+            return self._follow(engine)
+        except Exception as error:  # no process can be started, or a bug: it must not end this thread
+            logger.exception("engine %d", self._index)
+            return first_line(error), None
+        finally:
+            if engine is not None:
+                engine.kill()
+                engine.close()
+
+    def _start(self) -> RemoteEngine:
+        with self._changed:
+            engine = RemoteEngine(self._setup, self._env, self._on_unsendable)
+            self._engine = engine
+            if self._is_exiting:
+                engine.kill()
+        return engine
+
+    def _follow(self, engine: RemoteEngine) -> tuple[str, Exception | None]:
+        for message in engine.messages():
+            if isinstance(message, News):
+                self._listener.on_news(self._index, message)
+            elif isinstance(message, EngineFacts):
+                self._is_ready = True
+                self._listener.on_ready(self._index, message)
+            elif isinstance(message, Refusal):
+                return first_line(message.error), message.error
+            elif isinstance(message, Failure):
+                return message.reason, None
+        return engine.kill(), None
+
+    def _on_unsendable(self, command: AddCommand, error: Exception) -> None:
+        self._listener.on_unsendable(self._index, command, error)
+
+
+def pause_after(num_short_lives: int) -> float:
+    """Seconds before an engine is started again."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(num_short_lives, 30))

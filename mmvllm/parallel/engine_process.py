@@ -1,0 +1,21 @@
+"""How the process of an engine begins; it imports torch only once its threads and devices are chosen."""
+
+from ctypes import c_uint64
+from multiprocessing.connection import Connection
+
+from mmvllm.processes.worker_channel import Channel, SharedBuffer
+from mmvllm.processes.worker_process import beating, begin_engine
+
+
+def run_engine(
+    commands: Connection, shared: SharedBuffer | None, events: Connection, env: dict[str, str], pulse: c_uint64
+) -> None:
+    """Load an engine, of which the model and the `EngineConfig` come first, then serve requests.
+
+    `env` has the environment variables of its `Placement`.
+    """
+    begin_engine(env)
+    with beating(pulse):
+        from mmvllm.parallel.engine_host import host_engine
+
+        host_engine(Channel(commands, shared), events)

@@ -1,0 +1,134 @@
+"""What runs in worker processes: one task after the other, until the parent ends."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ctypes import c_uint64
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection
+
+from mmvllm.errors import without_frames
+from mmvllm.processes.worker_channel import Channel, SharedBuffer
+from mmvllm.utils.memory_limit import allow
+
+BEAT_SECONDS = 0.5
+NICENESS = 5  # the engine has priority
+# Read by the libraries below numpy and torch when they are loaded.
+NUMBERS_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ONE_THREAD = dict.fromkeys(NUMBERS_OF_THREADS, "1")
+# Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
+IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+_parent: Channel | None = None
+
+
+@contextmanager
+def reserve_in_parent(num_bytes: int) -> Iterator[None]:
+    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before.
+
+    Within a `memory_limit`, they may be allocated from now on.
+    """
+    _parent.send(("reserve", num_bytes))
+    _parent.receive()
+    allow(num_bytes)
+    yield
+
+
+def serve(
+    pipe: Connection,
+    shared: SharedBuffer | None,
+    setup: bytes,
+    engine_env: dict[str, str] | None,
+    pulse: c_uint64,
+) -> None:
+    """Answer tasks; `setup` is a pickled function and its arguments, called first."""
+    global _parent
+    _parent = channel = Channel(pipe, shared)
+    _become_worker(engine_env)
+    with beating(pulse), suppress(EOFError, ConnectionError):  # the parent has ended
+        initializer, initargs = pickle.loads(setup)
+        initializer(*initargs)
+        channel.send(("ready", None))
+        while True:
+            _answer(channel, *channel.receive())
+
+
+@contextmanager
+def beating(pulse: c_uint64) -> Iterator[None]:
+    """Count on, in a thread, so that the parent sees that this process runs."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        pulse.value += 1
+        while not is_over.wait(BEAT_SECONDS):
+            pulse.value += 1
+
+    threading.Thread(target=beat, name="mmvllm-pulse", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _become_worker(engine_env: dict[str, str] | None) -> None:
+    if engine_env is not None:
+        begin_engine(engine_env)
+        return
+    follow_parent()
+    logging.getLogger().addHandler(_LogOfParent(None))
+    warnings.simplefilter("ignore")  # Pillow's have values of the image, so that Python would show each of them
+    os.environ.update(ONE_THREAD)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+
+
+class _LogOfParent(QueueHandler):
+    """Has the parent log what a task logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread == threading.main_thread().ident  # the channel is that of the thread that runs tasks
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        _parent.send(("log", record))
+
+
+def begin_engine(env: dict[str, str]) -> None:
+    """Make this process one that runs an engine, or a rank of one.
+
+    Args:
+        env: environment variables; called before torch is imported, those of threads and devices take effect.
+    """
+    from tqdm import tqdm
+
+    follow_parent()
+    os.environ.update(env)
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a process that is killed leaves
+
+
+def follow_parent() -> None:
+    """Leave signals to the parent, and end with it."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def _answer(channel: Channel, task: Callable, args: tuple) -> None:
+    try:
+        message = "result", task(*args)
+    except Exception as error:
+        message = "error", without_frames(error)
+    try:
+        channel.send(message)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        channel.send(("error", RuntimeError(f"{type(message[1]).__name__} cannot be pickled: {error}")))

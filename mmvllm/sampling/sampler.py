@@ -1,0 +1,249 @@
+"""Logits -> token ids, vectorised over the batch, on the logits' device.
+
+A row's choice depends on its own logits, parameters and history alone: randomness is one uniform number per token, a
+function of the sequence's seed and the token's index, and put through the inverse of the row's cumulative distribution.
+So a seeded request gives the same text in any batch, and after a preemption.
+"""
+
+from collections.abc import Mapping
+from math import isfinite
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmvllm.errors import RequestError
+from mmvllm.kernels.argmax import argmax
+from mmvllm.kernels.penalties import count_tokens, penalize
+from mmvllm.kernels.sampling import sample
+from mmvllm.kernels.token_mask import mask_tokens
+from mmvllm.outputs import Logprob
+from mmvllm.sampling.constraints import ConstraintFailed
+from mmvllm.sampling.logits_processors import process
+from mmvllm.sampling.reading import Reading, logprobs_of
+from mmvllm.sampling.sampling_rows import BEAM, BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, RESTRICTED, SamplingRows
+from mmvllm.sampling.token_masks import MaskThreads, PendingMasks, TokenMasks
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.scheduler.beam_search import Candidate
+from mmvllm.scheduler.sampled import SampledTokens, TokenLogprobs, token_logprobs
+from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.sequence import Sequence
+from mmvllm.utils.transfer import HostCopy, to_device
+
+_NO_ERRORS: Mapping[int, str] = MappingProxyType({})
+
+
+class Sampled:
+    """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        input_ids: Tensor,
+        logprobs: "Logprobs | None" = None,
+        candidates: "Candidates | None" = None,
+        errors: Mapping[int, RequestError] = _NO_ERRORS,
+    ):
+        """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
+        self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
+        self.reading: Reading | None = None  # what the same step reads of prompts
+        self._logprobs, self._candidates, self._errors = logprobs, candidates, errors
+        of_logprobs = logprobs.tensors if logprobs else ()
+        self._num_of_logprobs = len(of_logprobs)
+        self._on_host = HostCopy(token_ids, *of_logprobs, *(candidates.tensors if candidates else ()))
+
+    def tokens(self) -> SampledTokens:
+        """Wait for the tokens; the host waits for nothing else in a step."""
+        token_ids, *columns = self._on_host.lists()
+        of_logprobs, of_candidates = columns[: self._num_of_logprobs], columns[self._num_of_logprobs :]
+        return SampledTokens(
+            token_ids,
+            logprobs=self._logprobs.by_row(token_ids, *of_logprobs) if self._logprobs else {},
+            errors=self._errors,
+            candidates=self._candidates.by_row(*of_candidates) if self._candidates else {},
+            reads=() if self.reading is None else self.reading.values(),
+        )
+
+
+class Sampler:
+    """Samples one token per sequence, and never waits for the device.
+
+    Each running sequence has a row: its parameters, and the counts of its tokens if it has penalties.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], max_num_seqs: int, vocab_size: int, device: torch.device):
+        self.eos_token_ids = eos_token_ids
+        self._rows = SamplingRows(max_num_seqs, vocab_size, device)
+        self._mask_threads = MaskThreads(vocab_size)
+
+    def enter(self, row: int, seq: Sequence) -> None:
+        """A sequence starts in a row, or starts again after a preemption; whatever was there before is forgotten."""
+        self._rows.enter(row, seq, self.eos_token_ids)
+
+    def begin_masks(self, rows: np.ndarray, step: Schedule) -> PendingMasks | None:
+        """Start to find out what may follow the sequences (R,) that get a token in a step; None if anything may."""
+        places = np.flatnonzero(self._rows.needs[rows] & RESTRICTED)
+        if not places.size:
+            return None
+        seqs = [chunk.seq for chunk in step.chunks if chunk.samples]
+        return self._mask_threads.begin(places, [seqs[place] for place in places])
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        ends: np.ndarray,
+        rows_on_device: Tensor | None = None,
+        masks: TokenMasks | None = None,
+    ) -> Sampled:
+        """One token for each row of logits (R, V), in any dtype of models.
+
+        Args:
+            rows: (R,) int32, of the sequences.
+            ends: (R,) int32, the number of tokens that precede the sampled one in its sequence.
+            rows_on_device: (2, R) int32, rows and ends on the device where they are there already.
+            masks: what may follow, of `begin_masks`.
+        """
+        needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
+        if rows_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
+            rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
+        candidates = self._candidates(logits, rows, ends, rows_on_device) if needs & BEAM else None
+        adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
+        if masks is not None:
+            adjusted = _restricted(_own(adjusted, logits), masks)
+        token_ids = sample(adjusted, self._rows.on_device(), *rows_on_device) if needs & RANDOM else argmax(adjusted)
+        # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
+        input_ids = token_ids.clamp(min=0)
+        if needs & PENALTIES:
+            count_tokens(self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0], input_ids)
+        logprobs = self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None
+        errors = masks.errors if masks is not None else _NO_ERRORS
+        return Sampled(token_ids, input_ids, logprobs, candidates, errors)
+
+    def _candidates(self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor) -> "Candidates":
+        """Of beams. Penalties apply to log-probabilities, not to logits: transformers does it in this order."""
+        places = np.flatnonzero(self._rows.needs[rows] & BEAM)
+        at = to_device(torch.from_numpy(places), logits.device)
+        logprobs = logits[at].float().log_softmax(dim=-1)
+        rows, ends, on_device = rows[places], ends[places], [x[at] for x in rows_on_device]
+        needs = int(np.bitwise_or.reduce(self._rows.needs[rows]))  # of beams alone
+        return Candidates(
+            self._adjusted(logprobs, rows, ends, on_device, needs), places, self._rows.num_candidates[rows]
+        )
+
+    def _adjusted(
+        self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None, needs: int
+    ) -> Tensor:
+        """Logits after penalties and biases, without the tokens that may not end a sequence yet."""
+        adjusted = logits
+        if needs & PENALTIES:
+            adjusted = penalize(logits, self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0])
+        if needs & BIAS:
+            adjusted = _own(adjusted, logits)
+            pairs, values = self._rows.biases(rows)
+            places, ids = to_device(torch.from_numpy(pairs), logits.device)
+            adjusted[places, ids] += to_device(torch.from_numpy(values), logits.device)
+        if needs & MIN_TOKENS and (pairs := self._rows.forbidden(rows, ends)).size:
+            places, ids = to_device(torch.from_numpy(pairs), logits.device)
+            adjusted = _own(adjusted, logits)
+            adjusted[places, ids] = float("-inf")
+        return adjusted
+
+    def _logprobs(self, logits: Tensor, rows: np.ndarray, token_ids: Tensor) -> "Logprobs":
+        places = np.flatnonzero(self._rows.needs[rows] & LOGPROBS)
+        asked = [self._rows.logprob_ids[row] for row in rows[places]]
+        return Logprobs(logits, token_ids, places, self._rows.num_logprobs[rows[places]], asked)
+
+
+def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
+    """Logits in float32 that may be written to: not those of the model, which log-probabilities are taken of."""
+    return logits.to(torch.float32, copy=True) if adjusted is logits else adjusted
+
+
+def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """Logits after a caller's functions, of the tokens that may follow; written in place."""
+    for seq, place in zip(masks.seqs, masks.places.tolist(), strict=True):
+        if seq.sampling_params.logits_processors and place not in masks.errors:
+            try:
+                logits[place] = process(logits[place].clone(), seq)
+            except ConstraintFailed as error:
+                logits[place] = float("-inf")
+                masks.errors[place] = error.detached()
+    allowed, places = (
+        to_device(torch.from_numpy(x), logits.device) for x in (masks.allowed.view(np.int32), masks.places)
+    )
+    mask_tokens(logits, allowed, places)
+    return logits
+
+
+class Logprobs:
+    """Log-probabilities of the model's own distribution, before penalties and temperature, of some rows of logits."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        places: np.ndarray,
+        numbers: np.ndarray,
+        asked: list[tuple[int, ...]],
+    ):
+        """Compute them at once, because logits of a CUDA graph are overwritten by the next.
+
+        `places` (R',) are the rows that get log-probabilities: of the chosen token, of the `numbers` (R',) most likely
+        tokens and of the tokens `asked`, both for each row.
+        """
+        self._places, self._numbers, self._asked = places.tolist(), numbers.tolist(), asked
+        if len(places) < len(logits):
+            at = to_device(torch.from_numpy(places), logits.device)
+            logits, token_ids = logits[at], token_ids[at]
+        ids = None
+        if longest := max(map(len, asked)):
+            padded = np.array([own + (0,) * (longest - len(own)) for own in asked], np.int64)
+            ids = to_device(torch.from_numpy(padded), logits.device)
+        self.tensors = logprobs_of(logits, token_ids, int(numbers.max()), ids)  # on the device
+
+    def by_row(self, token_ids: list[int], *columns: list) -> dict[int, TokenLogprobs]:
+        """By row of the logits, from `tensors` on the host; none where there is no token."""
+        found = {}
+        rows = zip(self._places, self._numbers, self._asked, *columns, strict=True)
+        for place, number, asked, own, rank, top, ids, *of_asked in rows:
+            if (token_id := token_ids[place]) >= 0:
+                made = token_logprobs(token_id, own, rank, top[:number], ids[:number])
+                for asked_id, value in zip(asked, *of_asked, strict=False) if asked else ():
+                    made.setdefault(asked_id, Logprob(value))
+                found[place] = TokenLogprobs(own, made)
+        return found
+
+
+class Candidates:
+    """The most likely tokens of some rows, those of beams."""
+
+    def __init__(self, logprobs: Tensor, places: np.ndarray, numbers: np.ndarray):
+        """Of `logprobs` (R', V) the `numbers` (R',) largest; `places` (R',) are those of the rows among all."""
+        self._places, self._numbers = places.tolist(), numbers.tolist()
+        best = logprobs.topk(int(numbers.max()), dim=-1)
+        self.tensors = best.values, best.indices  # on the device
+
+    def by_row(self, values: list, ids: list) -> dict[int, list[Candidate]]:
+        """By row of the logits, best first, from `tensors` on the host; without tokens that cannot follow."""
+        found = {}
+        for place, number, logprobs, token_ids in zip(self._places, self._numbers, values, ids, strict=True):
+            pairs = zip(token_ids[:number], logprobs[:number], strict=True)
+            found[place] = [Candidate(token_id, logprob) for token_id, logprob in pairs if isfinite(logprob)]
+        return found
+
+
+def trial(logits: Tensor) -> None:
+    """Sample rows of logits (R, V) in the ways that take the most memory."""
+    R, V = logits.shape
+    for params in (
+        SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0, logprobs=20),
+        SamplingParams(beam_width=min(R, V), repetition_penalty=1.1),
+    ):
+        sampler = Sampler(frozenset(), R, V, logits.device)
+        seq = Sequence([0], params, request_id="", block_size=1)
+        for row in range(R):
+            sampler.enter(row, seq)
+        sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()

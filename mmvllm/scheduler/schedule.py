@@ -1,0 +1,72 @@
+"""One step of the engine, as the scheduler decided it."""
+
+from dataclasses import dataclass, field
+
+from mmvllm.inputs import MediaItem
+from mmvllm.lora.adapters import Adapter
+from mmvllm.scheduler.prompt_reads import LogprobReads
+from mmvllm.scheduler.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """Tokens [start, end) of a sequence, computed in this step.
+
+    Args:
+        samples: whether they reach its last token, so that the next one is sampled.
+        num_preemptions: of the sequence, when the chunk was scheduled.
+        reads: tokens whose hidden states are read, for the sequence's `PromptReads`.
+    """
+
+    seq: Sequence
+    start: int
+    end: int
+    samples: bool
+    num_preemptions: int
+    block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
+    reads: range | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the sequence has run on since then: not if it has ended, or was preempted."""
+        seq = self.seq
+        return seq.status is SequenceStatus.RUNNING and seq.num_preemptions == self.num_preemptions
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Items to encode, then chunks to compute."""
+
+    decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
+    prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
+    items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
+    item_slots: dict[bytes, int] = field(default_factory=dict)  # of those that go through an adapter
+    new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) to write first
+    freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
+    # The sequences whose rows are written: those that run from this step on, and beams, whose tokens may be others.
+    started: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    num_patches: int = 0
+    num_new_images: int = 0  # of requests that begin in this step, and temporal patches of their videos
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        """All chunks, in the order in which they are packed."""
+        return self.decodes + self.prefills
+
+    def encoded_sequences(self) -> list[Sequence]:
+        """Those that need items which this step encodes."""
+        return [
+            chunk.seq
+            for chunk in self.prefills
+            if any(
+                chunk.seq.items[i].digest in self.items_to_encode for i in chunk.seq.items_in(chunk.start, chunk.end)
+            )
+        ]
+
+    @property
+    def read_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
+        """The chunks whose log-probabilities are read, and those whose hidden states are summed."""
+        chunks = [chunk for chunk in self.prefills if chunk.reads is not None]
+        with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.reads, LogprobReads)]
+        return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.reads, LogprobReads)]

@@ -1,0 +1,158 @@
+"""Small steps with prefills as CUDA graphs, by number of tokens and of sequences that decode.
+
+What a graph has room for is filled up with sequences that decode into the scratch block, prefills without a token, and
+one prefill of the tokens that are left, of which there is at least one: image rows that are not needed go to the last.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from mmvllm.kernels.kv_cache import KVCache
+from mmvllm.models.interface import Model
+from mmvllm.scheduler.step_inputs import StepInputs
+from mmvllm.utils.transfer import copy_together
+from mmvllm.worker.device_rows import DeviceRows
+from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.mixed_step import MixedStep, MixedTensors
+
+NUM_TOKENS = (128, 256, 512)  # of a step, padding included; launching takes a small part of larger ones
+NUM_DECODES = (0, 16, 64, 128, 256)  # at most half of a step's tokens
+MAX_PREFILLS = 8  # sequences
+
+
+class StepSize(NamedTuple):
+    """What a graph has room for: all tokens of a step, and those that sequences decode."""
+
+    num_tokens: int
+    num_decodes: int
+
+
+def step_sizes(max_num_seqs: int, max_model_len: int) -> list[StepSize]:
+    """Sizes to capture, the smallest first; the padding of a step is no longer than a sequence may be."""
+    tokens = {min(size, max_model_len) for size in NUM_TOKENS}
+    decodes = {min(size, max_num_seqs) for size in NUM_DECODES}
+    return sorted(StepSize(N, D) for N in tokens for D in decodes if 1 < N >= 2 * D)
+
+
+class MixedGraphs:
+    """Captures at construction; `run` replays a step that `fits`.
+
+    Args:
+        logits: (R, V), with MAX_PREFILLS more rows than sequences decode at most, written by each graph; of
+            ranks other than 0, their first columns.
+        max_model_len: the context length that graphs are captured for.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        model: Model,
+        kv_cache: KVCache,
+        rows: DeviceRows,
+        logits: Tensor,
+        max_num_seqs: int,
+        max_model_len: int,
+    ):
+        self.sizes = step_sizes(max_num_seqs, max_model_len)
+        self._model, self._kv_cache, self._rows, self._logits = model, kv_cache, rows, logits
+        self._max_model_len = max_model_len
+        largest = max((size.num_tokens for size in self.sizes), default=0)
+        num_image_rows = largest if model.config.vision is not None else 0
+        self._media_rows = logits.new_zeros(num_image_rows, model.config.row_size)
+        self._inputs = self._make_inputs()
+        self._replays, self._tensors = {}, {}
+        for size in tqdm(self.sizes[::-1], "CUDA graphs of mixed steps", disable=None, leave=False):
+            self._fill(_empty_step(), size)
+            self._replays[size] = graphs.capture(partial(self._compute, size))
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether there is a prefill, and a graph with room for the step."""
+        return inputs.prefills is not None and self._size(inputs) is not None
+
+    def run(self, inputs: StepInputs, media_rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits (R, V) and `StepInputs.samples` on the device, valid until the next run.
+
+        media_rows, each (M, row_size), follow each other at `Prefills.image_at`.
+        """
+        size, step = self._size(inputs), MixedStep.of(inputs, inputs.prefills)
+        if media_rows:
+            torch.cat(media_rows, out=self._media_rows[: len(step.image_at)])
+        self._fill(step, size)
+        self._rows.enter(self._tensors[size])
+        self._replays[size]()
+        R = step.samples.shape[1]
+        return self._logits[:R], self._tensors[size].samples[:, :R]
+
+    def _size(self, inputs: StepInputs) -> StepSize | None:
+        if len(inputs.prefills.rows) > MAX_PREFILLS:
+            return None
+        D, P = inputs.num_decodes, len(inputs.prefills.input_ids)
+        fitting = (size for size in self.sizes if size.num_decodes >= D and size.num_tokens - size.num_decodes > P)
+        return next(fitting, None)
+
+    def _compute(self, size: StepSize) -> None:
+        (N, D), tensors = size, self._tensors[size]
+        query_lens = (*[1] * D, *[0] * MAX_PREFILLS, N - D)
+        batch = self._rows.mixed_batch(tensors, query_lens, (self._max_model_len,) * len(query_lens))
+        logits = self._model(batch, self._media_rows[: len(tensors.image_at)], self._kv_cache)
+        self._logits[: len(logits), : logits.shape[1]] = logits
+
+    def _fill(self, step: MixedStep, size: StepSize) -> None:
+        """Copy a step into the graph's input, with padding; only its blocks are not where they were before."""
+        arrays = self._padded(step, size).arrays()
+        self._tensors[size] = MixedTensors(*copy_together(arrays, self._kv_cache.device, self._inputs))
+
+    def _make_inputs(self) -> Tensor:
+        """Bytes for the inputs of any step: of the size that needs most, which is not the last, with all blocks."""
+        padded = (self._padded(_empty_step(), size).arrays() for size in self.sizes)
+        num_bytes = max((sum(array.nbytes + 8 for array in arrays) for arrays in padded), default=0)
+        num_bytes += 3 * 8 * MAX_PREFILLS * self._rows.block_table.shape[1]
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_cache.device)
+
+    def _padded(self, step: MixedStep, size: StepSize) -> MixedStep:
+        """The step with as many tokens, sequences, image rows and logits as the graph has."""
+        (N, D), rows = size, self._rows
+        own, left = step.decodes.shape[1], N - D - len(step.input_ids)
+        row, _, scratch_block = rows.padding
+        decodes = _filled(step.decodes, D, np.array(rows.padding)[:, None])
+        slots = scratch_block * rows.block_size + np.arange(left) % rows.block_size
+        num_image_rows = N - D if len(self._media_rows) else 0
+        return MixedStep(
+            decodes=decodes,
+            rows=_filled(step.rows, MAX_PREFILLS + 1, row),
+            position_deltas=_filled(step.position_deltas, MAX_PREFILLS + 1, 0),
+            blocks=step.blocks,
+            input_ids=_filled(step.input_ids, N - D, 0),
+            positions=_filled(step.positions, N - D, 0),
+            slot_mapping=np.concatenate([step.slot_mapping, slots]),
+            image_at=_filled(step.image_at + D - own, num_image_rows, N - 1),
+            sample_at=_filled(step.sample_at + (step.sample_at >= own) * (D - own), D + MAX_PREFILLS, N - 1),
+            samples=_filled(step.samples, D + MAX_PREFILLS, 0),
+            query_lens=_lens(np.ones(D), step.query_lens[own:], left),
+            kv_lens=_lens(decodes[1], step.kv_lens[own:], left),
+        )
+
+
+def _empty_step() -> MixedStep:
+    none, none3 = np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.int64)
+    tokens = {"input_ids": none, "positions": none3, "slot_mapping": none, "image_at": none, "sample_at": none}
+    sequences = {"rows": none, "position_deltas": none, "blocks": none3, "query_lens": none, "kv_lens": none}
+    return MixedStep(decodes=none3.astype(np.int32), samples=np.empty((2, 0), dtype=np.int32), **tokens, **sequences)
+
+
+def _filled(array: np.ndarray, length: int, value: int | np.ndarray) -> np.ndarray:
+    """The array with `value` behind, up to this length of its last axis."""
+    filled = np.empty((*array.shape[:-1], length), dtype=array.dtype)
+    filled[..., : array.shape[-1]] = array
+    filled[..., array.shape[-1] :] = value
+    return filled
+
+
+def _lens(of_decodes: np.ndarray, of_prefills: np.ndarray, left: int) -> np.ndarray:
+    return np.concatenate([of_decodes, _filled(of_prefills, MAX_PREFILLS, 0), [left]]).astype(np.int32)

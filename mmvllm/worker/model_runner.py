@@ -1,0 +1,252 @@
+"""Device state: weights, KV cache and the ViT rows of items. Runs one batch at a time."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mmvllm.inputs import MediaItem
+from mmvllm.kernels.normalize import normalize
+from mmvllm.layers.attention import AttentionBackend
+from mmvllm.lora.device_adapters import DeviceAdapters
+from mmvllm.models.interface import Model
+from mmvllm.processes.ranks import SINGLE, Operation, Ranks
+from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.sampling.reading import Reading, slice_sizes, take_part
+from mmvllm.scheduler.step_inputs import StepInputs
+from mmvllm.utils.stopwatch import Stopwatch
+from mmvllm.utils.transfer import CopyStream, Uploader, current_device, to_device
+from mmvllm.worker.decode_graphs import DecodeGraphs
+from mmvllm.worker.device_rows import DeviceRows
+from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.memory import empty_kv_cache, num_graph_logits
+from mmvllm.worker.mixed_graphs import MixedGraphs
+from mmvllm.worker.peers import Peers
+from mmvllm.worker.vision_graphs import VisionGraphs
+
+logger = logging.getLogger(__name__)
+
+_CPU_PATCHES = 1024  # in one ViT call: 8 images of 1024 took 5 % longer in one call than in eight (2 cores)
+
+
+class ModelRunner:
+    """Writes device tensors and nothing else.
+
+    Args:
+        num_blocks: KV blocks for sequences.
+        max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
+        attention: the decoder's backend.
+        use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
+        peers: what rank 0 lets run the same steps.
+        adapters: the slots for adapters of requests; None where these may have none.
+        kv_dtype: what keys and values are stored in; by default `dtype`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        image_config: ImageProcessorConfig,
+        video_config: VideoProcessorConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        attention: type[AttentionBackend],
+        use_graphs: bool = False,
+        ranks: Ranks = SINGLE,
+        peers: Peers | None = None,
+        adapters: DeviceAdapters | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ):
+        self.model, self.model_config = model, model.config
+        self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
+        self.max_model_len = max_model_len
+        self.peers, self.adapters = peers or Peers(), adapters
+        configs = {"image": image_config, "video": video_config}
+        self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
+        self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)
+        self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
+        self.kv_dtype = kv_dtype or dtype
+        self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, self.kv_dtype, device)
+        max_blocks = -(-max_model_len // block_size)
+        self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
+        self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
+        self.reading: Reading | None = None  # what the last step read, on rank 0
+        self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
+        self.vision_graphs: VisionGraphs | None = None
+        self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
+        self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, vision: bool = False) -> None:
+        """Capture small steps of up to `max_num_seqs` sequences, for a runner made to use graphs, and the ViT."""
+        start, shape = time.perf_counter(), (num_graph_logits(max_num_seqs), self.model_config.vocab_size)
+        with current_device(self.device):
+            logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+            graphs = Graphs(self.device)
+            self.vision_graphs = VisionGraphs(graphs, self.model, self.dtype, self.device) if vision else None
+            arguments = (graphs, self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
+            self.graphs = (MixedGraphs(*arguments), DecodeGraphs(*arguments))  # those that take the most memory first
+        number = sum(len(graphs.sizes) for graphs in (*self.graphs, self.vision_graphs) if graphs is not None)
+        logger.info("captured %d CUDA graphs in %.2f s", number, time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
+        """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
+        fits_graphs = inputs.reads is None and inputs.adapters is None
+        graphs = next((graphs for graphs in self.graphs if fits_graphs and graphs.fits(inputs)), None)
+        self.reading = None
+        if self.ranks.size > 1:
+            operations = self._operations(inputs, graphs is not None)
+            self.send(inputs, watch)
+            self.ranks.expect(operations)  # at once: whatever fails from here on, the others are not left to wait
+        for slot, adapter in inputs.new_adapters:
+            self.adapters.write(slot, adapter)
+        for digest in inputs.freed_digests:
+            self._rows.pop(digest, None)
+        if inputs.block_copies:
+            self._copy_blocks(inputs.block_copies)
+        if inputs.new_items:
+            with watch.timing_vision():
+                self._encode(inputs)
+        media_rows = self._media_rows(inputs)
+        if graphs is not None:
+            logits, self.samples = graphs.run(inputs, media_rows)
+            self.ranks.done_in_graph()
+        else:
+            batch, self.samples = self.rows.batch(inputs)
+            watch.mark("copy")
+            rows = torch.cat(media_rows) if media_rows else self._no_rows
+            logits = self._logits(self.model.hidden_states(batch, rows, self.kv_cache), inputs)
+        watch.mark("decoder")
+        return logits
+
+    def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """Hidden states (R + Q, C) -> logits (R, V); what is read of the Q others is in `reading`."""
+        R = inputs.samples.shape[1]
+        if inputs.reads is not None:
+            read = Reading if self.ranks.rank == 0 else take_part
+            self.reading = read(hidden[R:], inputs.reads, self.model.logits)
+        return self.model.logits(hidden[:R] if inputs.reads is not None else hidden)
+
+    def send(self, inputs: StepInputs, watch: Stopwatch) -> None:
+        """Let the other ranks run the step, if there are any."""
+        if self.ranks.size > 1:
+            self.peers.send(inputs)
+            watch.mark("send")
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        source, destination = to_device(torch.tensor(copies), self.device).T
+        self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
+
+    @torch.inference_mode()
+    def append(self, token_ids: Tensor) -> None:
+        """The tokens (R,) that rank 0 sampled from the last step's logits are what their sequences compute next."""
+        if len(token_ids):
+            self.ranks.broadcast(token_ids)
+        self.rows.last_tokens[self.samples[0].long()] = token_ids
+
+    def _media_rows(self, inputs: StepInputs) -> list[Tensor]:
+        spans = inputs.prefills.row_spans if inputs.prefills is not None else ()
+        return [self._rows[span.digest][span.first : span.last] for span in spans]
+
+    def has_rows(self, digest: bytes) -> bool:
+        """Whether an item's rows are on the device, and on those of all ranks."""
+        return digest in self._rows and self.peers.has_rows(digest)
+
+    def keep_rows(self, digests: Set[bytes]) -> None:
+        """Free the rows of all other items: after a step that failed, what it was to free may still be here."""
+        for digest in self._rows.keys() - digests:
+            del self._rows[digest]
+        self.peers.keep_rows(digests)
+
+    def _operations(self, inputs: StepInputs, in_graph: bool) -> list[Operation]:
+        """What the ranks exchange in this step."""
+        encoded = [
+            Operation("broadcast", (sum(item.num_tokens for item in items), self._no_rows.shape[1]), self.dtype, rank)
+            for rank, items in _by_encoder(inputs)
+        ]
+        num_samples = inputs.samples.shape[1]
+        tokens = [Operation("broadcast", (num_samples,), torch.int64)] if num_samples else []
+        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.reads), num_samples])
+        return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
+
+    def _encode(self, inputs: StepInputs) -> None:
+        """The ViT on the new items of the step that this rank encodes, whose rows all ranks get."""
+        for rank, items in _by_encoder(inputs):
+            if rank == self.ranks.rank and not inputs.item_slots:
+                self._encode_own(items)
+            elif rank == self.ranks.rank:
+                slots = dict(zip((item.digest for item in inputs.new_items), inputs.item_slots, strict=True))
+                for slot in dict.fromkeys(slots[item.digest] for item in items):
+                    self._encode_own([item for item in items if slots[item.digest] == slot], slot)
+        if self.ranks.size > 1:
+            for rank, items in _by_encoder(inputs):
+                self._share_rows(rank, items)
+
+    def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
+        """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
+        for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
+            rows, is_kept = self._encode_group(group, slot)  # (M, row_size)
+            self._keep(group, rows, is_kept)
+
+    def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
+        for item, own in zip(items, rows.split([item.num_tokens for item in items]), strict=True):
+            # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
+            self._rows[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
+
+    def _share_rows(self, rank: int, items: list[MediaItem]) -> None:
+        if rank == self.ranks.rank:
+            self.ranks.broadcast(torch.cat([self._rows[item.digest] for item in items]), rank)
+        else:
+            rows = self._no_rows.new_empty(sum(item.num_tokens for item in items), self._no_rows.shape[1])
+            self._keep(items, self.ranks.broadcast(rows, rank), True)
+
+    def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
+        """The rows of all items, and whether they are not overwritten by the next."""
+        patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
+        if slot is not None:
+            layout = replace(layout.to(self.device), slot=(slot, self.adapters.num_slots))
+            return self.model.encode_patches(patches, layout), True
+        size = self.vision_graphs.size(layout) if self.vision_graphs is not None else None
+        if size is not None:
+            return self.vision_graphs.run(size, patches, layout), False
+        return self.model.encode_patches(patches, layout.to(self.device)), True
+
+    def _pixels(self, items: list[MediaItem]) -> Tensor:
+        """(P, patch_dim) normalised patches of all items; those that are alike are copied and normalised at once."""
+        alike = groupby(items, lambda item: (item.modality, item.patches.dtype, item.patches.device))
+        runs = [self._normalized(modality, [item.patches for item in run]) for (modality, *_), run in alike]
+        return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+    def _normalized(self, modality: str, patches: Sequence[Tensor]) -> Tensor:
+        pixels = self._uploader.rows(patches)
+        return normalize(pixels, self._tables[modality]) if pixels.dtype == torch.uint8 else pixels.to(self.dtype)
+
+
+def _by_encoder(inputs: StepInputs) -> list[tuple[int, list[MediaItem]]]:
+    """The new items that each rank encodes, for the ranks that do."""
+    by_rank: dict[int, list[MediaItem]] = {}
+    for rank, item in zip(inputs.encoders, inputs.new_items, strict=True):
+        by_rank.setdefault(rank, []).append(item)
+    return sorted(by_rank.items())
+
+
+def _groups(items: list[MediaItem], max_patches: int | None) -> Iterator[list[MediaItem]]:
+    """Runs of items with at most `max_patches` patches together, or of one that has more; None sets no limit."""
+    group: list[MediaItem] = []
+    for item in items:
+        if group and max_patches and sum(other.num_patches for other in [*group, item]) > max_patches:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group
