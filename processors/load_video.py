@@ -18,7 +18,7 @@ from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve
 from mmvllm.processors.decode_video import decode_video, video_info
 from mmvllm.processors.download import download, without_login
-from mmvllm.processors.given_frames import clip_of, given_info, is_given
+from mmvllm.processors.frame_list import clip_of, given_info, is_given
 from mmvllm.processors.load import MAX_FILE_BYTES, decode_data_uri, file_url_path, load_image, local_file
 from mmvllm.processors.video import ClipPlan
 from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits

@@ -8,7 +8,7 @@ import torch
 
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.inputs import EngineInput, MediaItem
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 
 
 def prompt_of(num_bytes: int) -> EngineInput:

@@ -110,9 +110,9 @@ def test_top_level_folders_are_not_packages_of_their_own(folder):
 
 # Messages between a process and the workers that it has started itself.
 OWN_PICKLES = (
-    "mmvllm/processes/workers.py",
-    "mmvllm/processes/worker_process.py",
-    "mmvllm/processes/worker_channel.py",
+    "mmvllm/processes/pool.py",
+    "mmvllm/processes/worker.py",
+    "mmvllm/processes/channel.py",
     "mmvllm/media/decoding.py",
 )
 

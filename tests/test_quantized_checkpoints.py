@@ -5,12 +5,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmvllm import LLM
-from mmvllm.models.forms import choose_forms, keep_codes
 from mmvllm.models.interface import Model
+from mmvllm.models.quant_methods import choose_forms, keep_codes
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.processes.ranks import SINGLE
-from mmvllm.quantization.form import WeightForm
-from mmvllm.quantization.packed import Int4Weight, Int8Weight, PackedWeight
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.onednn import Int4Weight, Int8Weight, PackedWeight
 from tests.helpers.adapters import make_adapter
 from tests.helpers.cpu import NEEDS_8_BITS, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.packers import pack_int8

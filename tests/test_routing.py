@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
 from mmvllm.inputs import MediaItem
-from mmvllm.parallel.routing import (
+from mmvllm.parallel.router import (
     BLOCK_TOKENS,
     COPY_AFTER,
     EXPECTED_TOKENS,
@@ -302,7 +302,7 @@ def test_one_of_several_images_is_forgotten():
 # Determinism and accounting.
 
 SEQUENCE_OF_CHOICES = """
-from mmvllm.parallel.routing import Router, fingerprint
+from mmvllm.parallel.router import Router, fingerprint
 router = Router(5)
 for i in range(200):
     fp = fingerprint([*range(i % 7, 300 + i % 7), *range(i)], [(100, b"%d" % (i % 3))], "s", i)

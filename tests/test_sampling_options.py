@@ -15,7 +15,7 @@ from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
 from mmvllm.engine.warmup import WARMUP_PARAMS
-from mmvllm.sampling.sampling_rows import SamplingRows
+from mmvllm.sampling.sampling_states import SamplingRows
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.server.convert import chat_params, completion_params
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
@@ -177,7 +177,7 @@ def test_a_field_reaches_the_kernel(name):
         rows.enter(row, Sequence([1], params, request_id="", block_size=4), frozenset())
     first, second = rows.on_device()
     what = "_row_params, and to ROW_PARAMS in kernels/row_params.py and the kernels"
-    message = missing(name, "mmvllm/sampling/sampling_rows.py", what, "NOT_DRAWN")
+    message = missing(name, "mmvllm/sampling/sampling_states.py", what, "NOT_DRAWN")
     assert not torch.equal(first, second) or name in NOT_DRAWN, message
 
 

@@ -17,9 +17,9 @@ import numpy as np
 import psutil
 import pytest
 
-from mmvllm.processes import worker_channel
-from mmvllm.processes.worker_channel import KEPT_BYTES, SHARED_BYTES, Channel, SharedBuffer
-from mmvllm.processes.workers import WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes import channel
+from mmvllm.processes.channel import KEPT_BYTES, SHARED_BYTES, Channel, SharedBuffer
+from mmvllm.processes.pool import WorkerDied, WorkerPool, WorkerTimeout
 from tests.helpers import tasks
 
 MiB = 1024 * 1024
@@ -87,7 +87,7 @@ def test_what_has_arrived_is_not_changed_by_later_messages(ends):
 
 @linux
 def test_messages_larger_than_the_shared_memory_go_through_the_pipe(monkeypatch):
-    monkeypatch.setattr(worker_channel, "SHARED_BYTES", MiB)
+    monkeypatch.setattr(channel, "SHARED_BYTES", MiB)
     shared = SharedBuffer.create()
     ends = [Channel(pipe, shared) for pipe in multiprocessing.Pipe()]
     for size in (MiB, MiB + 1, 100):
@@ -152,6 +152,6 @@ def test_processes_killed_at_any_moment_leave_no_memory_behind():
 
 @pytest.mark.spawns
 def test_a_process_can_choose_the_number_of_threads_before_numpy_is_loaded():
-    script = "import sys; import mmvllm.processes.worker_process; print('numpy' in sys.modules)"
+    script = "import sys; import mmvllm.processes.worker; print('numpy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.stderr) == ("False\n", "")

@@ -7,9 +7,9 @@ from ctypes import c_uint64
 import pytest
 
 from mmvllm.config import EngineConfig
-from mmvllm.processes import worker_process, worker_watch
-from mmvllm.processes.worker_process import BEAT_SECONDS, beating
-from mmvllm.processes.worker_watch import START_SECONDS, Watched, first_lost
+from mmvllm.processes import watchdog, worker
+from mmvllm.processes.watchdog import START_SECONDS, Watched, first_lost
+from mmvllm.processes.worker import BEAT_SECONDS, beating
 
 
 class Process:
@@ -37,7 +37,7 @@ def looks(monkeypatch):
         now[0] += seconds
         return looks.pop(0)(now) or []
 
-    monkeypatch.setattr(worker_watch.connection, "wait", wait)
+    monkeypatch.setattr(watchdog.connection, "wait", wait)
     return looks
 
 
@@ -75,7 +75,7 @@ def test_a_pause_of_the_program_is_not_its_silence(looks):
 
 
 def test_a_process_beats_until_its_work_is_over(monkeypatch):
-    monkeypatch.setattr(worker_process, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(worker, "BEAT_SECONDS", 0.001)
     pulse = c_uint64(0)
     with beating(pulse):
         while pulse.value < 3:

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from mmvllm.errors import ImageError
-from mmvllm.processes import workers
-from mmvllm.processes.worker_process import NICENESS, serve
-from mmvllm.processes.worker_start import how_it_ended
-from mmvllm.processes.worker_watch import new_pulse
-from mmvllm.processes.workers import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
+from mmvllm.processes import pool as pool_module
+from mmvllm.processes.pool import TaskCancelled, WorkerDied, WorkerPool, WorkersUnusable, WorkerTimeout
+from mmvllm.processes.start import how_it_ended
+from mmvllm.processes.watchdog import new_pulse
+from mmvllm.processes.worker import NICENESS, serve
 from tests.helpers import tasks
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import wait_until_gone
@@ -249,8 +249,8 @@ def test_processes_ignore_signals_to_the_group_of_their_parent(pool):
 
 
 SCRIPT = """
-from mmvllm.processes.worker_watch import new_pulse
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.watchdog import new_pulse
+from mmvllm.processes.pool import WorkerPool
 from tests.helpers import tasks
 print("begins")
 pool = WorkerPool(2)
@@ -271,8 +271,8 @@ def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_p
 
 
 MAIN_CLASS = """
-from mmvllm.processes.worker_watch import new_pulse
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.watchdog import new_pulse
+from mmvllm.processes.pool import WorkerPool
 from tests.helpers import tasks
 class Mine:
     value = 5
@@ -324,8 +324,10 @@ def test_a_thread_that_cannot_start_a_process_wakes_the_next_one(monkeypatch):
         with ThreadPoolExecutor(3) as threads:
             first = threads.submit(pool.run, tasks.sleep, 60, timeout=0.5)
             time.sleep(0.2)
-            real, fails = workers._Worker, iter([True])
-            monkeypatch.setattr(workers, "_Worker", lambda *setup: _refuse() if next(fails, False) else real(*setup))
+            real, fails = pool_module._Worker, iter([True])
+            monkeypatch.setattr(
+                pool_module, "_Worker", lambda *setup: _refuse() if next(fails, False) else real(*setup)
+            )
             waiting = [threads.submit(pool.run, tasks.echo, i) for i in range(2)]
             with pytest.raises(WorkerTimeout):
                 first.result(20)

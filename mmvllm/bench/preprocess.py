@@ -19,7 +19,7 @@ from mmvllm.entrypoints.intake import NUM_WORKERS
 from mmvllm.inputs import Grid
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.pool import WorkerPool
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load import load_image
 

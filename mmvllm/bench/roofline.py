@@ -14,7 +14,7 @@ from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.bench.stored import StoredBytes
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.layers.linear import Linear
-from mmvllm.models.forms import choose_forms
+from mmvllm.models.quant_methods import choose_forms
 from mmvllm.outputs import RequestOutput
 from mmvllm.worker.memory import kv_block_bytes
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmvllm.layers.linear import ConvertedModule
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from mmvllm.entrypoints.intake import Prefetcher, Prepare, Prepared, pinning, ti
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.outputs import RequestOutput
-from mmvllm.processes.workers import NUM_WORKERS, WorkersUnusable
+from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.download import without_login
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 
 Select = Callable[[Prepared], bool]
 

@@ -19,8 +19,8 @@ from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
 from mmvllm.config import MiB
 from mmvllm.errors import RequestError
 from mmvllm.media.decoding import import_video_decoders, memory_of_video
-from mmvllm.processes.worker_process import reserve_in_parent
-from mmvllm.processes.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.worker import reserve_in_parent
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING, DecodeBudget
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.decode import Reserve

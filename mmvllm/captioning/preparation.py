@@ -12,13 +12,13 @@ from mmvllm.captioning.loading import Loader, LoaderInWorker, run_for
 from mmvllm.captioning.timeouts import Timeouts
 from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.pool import WorkerPool
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.draft import Draft, source_size
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.qwen_vl_utils import TOTAL_TOKENS
 from mmvllm.processors.video import ClipPlan

@@ -25,9 +25,9 @@ from mmvllm.captioning.task_queue import POLL_SECONDS, TaskQueue, Work
 from mmvllm.captioning.worklist import Worklist
 from mmvllm.errors import EngineFailed
 from mmvllm.parallel.placement import Placement
+from mmvllm.processes.pool import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
 from mmvllm.processes.signals import wait_until
-from mmvllm.processes.worker_start import KILL_SECONDS
-from mmvllm.processes.workers import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
+from mmvllm.processes.start import KILL_SECONDS
 
 logger = logging.getLogger(__name__)
 

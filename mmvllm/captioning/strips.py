@@ -9,7 +9,7 @@ from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.tars import Source
 from mmvllm.captioning.thumbnails import encoded
 from mmvllm.models.video import VIDEO_DEFAULTS
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.video import ClipPlan, Resize, shrunk
 

@@ -9,7 +9,7 @@ from PIL import Image
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.tars import Source
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.processors.draft import Draft
 
 SIDE = 160  # pixels, the longer side

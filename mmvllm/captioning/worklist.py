@@ -21,7 +21,7 @@ from mmvllm.captioning.names import SUFFIXES, VIDEO_SUFFIXES
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
     import uvicorn.config
 
-    from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
+    from mmvllm.demo.theme import launch_options
     from mmvllm.entrypoints.async_llm import AsyncLLM
     from mmvllm.media.decoding import MediaDecoder
 

@@ -8,8 +8,8 @@ import torch
 from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
-from mmvllm.models.forms import choose_forms, keep_codes
 from mmvllm.models.interface import Model
+from mmvllm.models.quant_methods import choose_forms, keep_codes
 from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import PlannedRank, rank_config
 from mmvllm.processes.ranks import SINGLE, Ranks

@@ -273,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
         check(args)
         tell_if_bundled(args)
 
-        from mmvllm.engine.garbage import without_old_objects
+        from mmvllm.engine.gc_utils import without_old_objects
         from mmvllm.entrypoints.async_llm import AsyncLLM
         from mmvllm.server.app import build_app
         from mmvllm.server.run import KEEP_ALIVE_SECONDS, make_server

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmvllm.errors import MediaFileError, RequestError
 from mmvllm.media.policy import MediaError
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.processors.draft import Draft, source_size
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.load_video import Load

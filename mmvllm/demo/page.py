@@ -17,13 +17,13 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES, RELOAD
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.messages import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
 from mmvllm.demo.route_filter import MAX_UNREAD, RESPONSE_ENDED
 from mmvllm.demo.session import MAX_SESSIONS, NobodyReads, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.unread import UnreadResults
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
-from mmvllm.demo.words import BUNDLED_NAME, BUNDLED_WARNING, spoken_model
 from mmvllm.processors.load_video import DIRECT
 from mmvllm.sampling_params import SamplingParams
 

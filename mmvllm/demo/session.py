@@ -29,7 +29,7 @@ from mmvllm.demo.uploads import ORPHAN_SECONDS, Uploads
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
 from mmvllm.media.decoding import NUM_VIDEO_WORKERS, MediaDecoder
 from mmvllm.outputs import Delta, RequestOutput
-from mmvllm.processes.workers import NUM_WORKERS
+from mmvllm.processes.pool import NUM_WORKERS
 from mmvllm.processors.load_video import Load
 
 if TYPE_CHECKING:

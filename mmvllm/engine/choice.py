@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from mmvllm.outputs import LogprobsById
 from mmvllm.scheduler.beam_search import Candidate
-from mmvllm.scheduler.sampled import token_logprobs
+from mmvllm.scheduler.sampler_output import token_logprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup
 
 

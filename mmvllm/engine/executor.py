@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from mmvllm.processes.signals import signals_deferred
 from mmvllm.sampling.sampler import Sampled, Sampler
-from mmvllm.scheduler.sampled import SampledTokens
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.step_inputs import pack_step
 from mmvllm.utils.stopwatch import Stopwatch
 from mmvllm.worker.model_runner import ModelRunner
-from mmvllm.worker.peers import Peers
+from mmvllm.worker.worker_group import Peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from mmvllm.scheduler.beam_search import BeamSearch
 from mmvllm.scheduler.beams import Beams
 from mmvllm.scheduler.detokenizer import CompletionText
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.prompt_reads import LogprobReads, PooledReads, PromptReads
+from mmvllm.scheduler.prompt_logprobs import LogprobReads, PooledReads, PromptReads
 from mmvllm.scheduler.sequence import Sequence, SequenceGroup
 from mmvllm.utils.arguments import are_ints
 from mmvllm.utils.text import shown

@@ -35,14 +35,14 @@ from mmvllm.sampling.sampler import Sampler
 from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
 from mmvllm.utils.forks import OwnProcess
 from mmvllm.utils.transfer import current_device
 from mmvllm.worker.checkpoint import read_checkpoint
 from mmvllm.worker.device_errors import is_fatal
-from mmvllm.worker.peer_processes import start_runner
+from mmvllm.worker.multiprocess_group import start_runner
 
 logger = logging.getLogger(__name__)
 

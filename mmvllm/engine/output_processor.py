@@ -10,7 +10,7 @@ from mmvllm.errors import RequestError
 from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 from mmvllm.scheduler.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
-from mmvllm.scheduler.prompt_reads import LogprobReads, PooledReads
+from mmvllm.scheduler.prompt_logprobs import LogprobReads, PooledReads
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 MAX_HELD = 64  # tokens whose text is not settled, where log-probabilities take memory only until a delta has them

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
 from mmvllm.scheduler.scheduler import RECOVERY_STEPS, Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
 from mmvllm.worker.device_errors import is_fatal, is_out_of_memory

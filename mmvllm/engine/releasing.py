@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from mmvllm.engine.garbage import collect_everything
+from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import RequestFailed, first_line
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from operator import add
 
 from mmvllm.outputs import RequestOutput
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
 from mmvllm.scheduler.scheduler import Scheduler
 
 RATE_WINDOW_S = 10.0

@@ -58,8 +58,8 @@ from mmvllm.inputs import EngineInput
 from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, EmbeddingOutput
+from mmvllm.parallel.data_parallel import EngineFleet
 from mmvllm.parallel.dispatcher import Dispatcher
-from mmvllm.parallel.fleet import EngineFleet
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.load_video import Load
 from mmvllm.sampling.grammar_matcher import TakesLonger

@@ -5,7 +5,7 @@
 Preparation runs ahead of the engine and is bounded: at most so many requests, and no new one is begun while the media
 of requests that wait for the engine take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
 requests one by one (`PreparationQueue`). Workers are threads: Pillow, numpy and torch release the interpreter lock in
-their loops, so preparation runs beside the model. A thread may wait for a process that does its work (`workers.py`).
+their loops, so preparation runs beside the model. A thread may wait for a process that does its work (`WorkerPool`).
 """
 
 import threading
@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
 from mmvllm.media.policy import Kind
+from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
 from mmvllm.processes.signals import wait_until
-from mmvllm.processes.workers import NUM_WORKERS, WorkersUnusable
 from mmvllm.processors.chat import Processor
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.parts import plain_processor_kwargs

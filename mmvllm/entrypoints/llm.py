@@ -11,7 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from mmvllm.config import EngineArgs, EngineConfig
-from mmvllm.engine.garbage import collect_everything
+from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.entrypoints.calls import Call, Event, output_of, without_errors
 from mmvllm.entrypoints.intake import (

@@ -17,8 +17,8 @@ from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.linear import ConvertedModule, by_rows
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.form import WeightForm
-from mmvllm.quantization.packed import PackedWeight
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.onednn import PackedWeight
 
 
 class SparseMLP(nn.Module):

@@ -11,10 +11,10 @@ from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
 from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.lora import AdapterStack
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.quantization.coded import CodedParts, CodedWeight
-from mmvllm.quantization.form import WeightForm
 from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.packed import PackedGate, PackedWeight
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.onednn import PackedGate, PackedWeight
+from mmvllm.quantization.quantized_weight import CodedParts, CodedWeight
 
 _CACHED_ROWS = 1024
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mmvllm.processes.ranks import Ranks
-from mmvllm.quantization.coded import CodesView
+from mmvllm.quantization.quantized_weight import CodesView
 
 
 @dataclass(frozen=True, slots=True)

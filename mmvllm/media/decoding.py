@@ -12,8 +12,8 @@ from PIL import Image
 from mmvllm.config import MiB
 from mmvllm.errors import ImageError, MediaFileError, VideoError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processes.worker_process import reserve_in_parent
-from mmvllm.processes.workers import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.worker import reserve_in_parent
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
 from mmvllm.processors.clip import Clip
 from mmvllm.processors.draft import Draft, source_size, with_source_size

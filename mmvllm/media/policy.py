@@ -138,7 +138,7 @@ class MediaPolicy:
         Raises MediaError as `load` does, VideoError for what is no video in `VIDEO_CONTAINERS`, `VIDEO_CODECS` and
         `FORMATS` within the limits, and RequestError as the plan does.
         """
-        from mmvllm.processors.given_frames import clip_of  # loads torch, which processes for images do without
+        from mmvllm.processors.frame_list import clip_of  # loads torch, which processes for images do without
         from mmvllm.processors.load_video import load_video
 
         self.check("video", data)

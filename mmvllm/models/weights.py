@@ -21,9 +21,9 @@ from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
 from mmvllm.models.registry import family_of
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.coded import CodedWeight, CodesView
-from mmvllm.quantization.coded_layouts import FLOATS, QuantizedTensor, StoredTensor
+from mmvllm.quantization.checkpoint_formats import FLOATS, QuantizedTensor, StoredTensor
 from mmvllm.quantization.quantized_tensors import adds_nothing, assembled
+from mmvllm.quantization.quantized_weight import CodedWeight, CodesView
 from mmvllm.utils.memory_limit import return_freed_memory
 from mmvllm.utils.text import beginning_of, printable, shown, some_of
 

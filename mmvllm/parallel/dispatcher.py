@@ -16,10 +16,10 @@ from mmvllm.engine.health import EngineHealth, health_of
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput
-from mmvllm.parallel.engine_host import AbortCommand, AddCommand, EngineFacts, News, ResetCommand, not_sendable
-from mmvllm.parallel.fleet import EngineFleet
-from mmvllm.parallel.routing import BLOCK_TOKENS, Fingerprint, Router, fingerprint
-from mmvllm.processes.worker_channel import pickled
+from mmvllm.parallel.data_parallel import EngineFleet
+from mmvllm.parallel.engine_core import AbortCommand, AddCommand, EngineFacts, News, ResetCommand, not_sendable
+from mmvllm.parallel.router import BLOCK_TOKENS, Fingerprint, Router, fingerprint
+from mmvllm.processes.channel import pickled
 from mmvllm.sampling_params import SamplingParams
 
 MAX_LOST_ENGINES = 2  # under a request that was being computed: it may be what ends them

@@ -3,8 +3,8 @@
 from ctypes import c_uint64
 from multiprocessing.connection import Connection
 
-from mmvllm.processes.worker_channel import Channel, SharedBuffer
-from mmvllm.processes.worker_process import beating, begin_engine
+from mmvllm.processes.channel import Channel, SharedBuffer
+from mmvllm.processes.worker import beating, begin_engine
 
 
 def run_engine(
@@ -16,6 +16,6 @@ def run_engine(
     """
     begin_engine(env)
     with beating(pulse):
-        from mmvllm.parallel.engine_host import host_engine
+        from mmvllm.parallel.engine_core import host_engine
 
         host_engine(Channel(commands, shared), events)

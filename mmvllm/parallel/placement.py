@@ -7,8 +7,8 @@ import torch
 
 from mmvllm.config import EngineConfig
 from mmvllm.errors import ArgumentError
-from mmvllm.processes.worker_process import NUMBERS_OF_THREADS
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.pool import WorkerPool
+from mmvllm.processes.worker import NUMBERS_OF_THREADS
 from mmvllm.utils.devices import cuda_unusable
 from mmvllm.utils.text import counted
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.fp8 import CAPABILITY, E4M3, Fp8Rows, quantize_rows, quantize_rows_torch, scaled_linear
-from mmvllm.quantization.coded import CodedWeight
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.quantized_weight import CodedWeight
 
 _MULTIPLE = 16  # of both sizes of a weight, for torch._scaled_mm on CUDA
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmvllm.quantization.coded_layouts import QuantizedTensor, StoredTensor, coded_weight
+from mmvllm.quantization.checkpoint_formats import QuantizedTensor, StoredTensor, coded_weight
 from mmvllm.quantization.config import CheckpointQuantization
 from mmvllm.utils.text import listed
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mmvllm.quantization.coded_layouts import QuantizedTensor, StoredTensor, check_order, coded_weight
+from mmvllm.quantization.checkpoint_formats import QuantizedTensor, StoredTensor, check_order, coded_weight
 from mmvllm.quantization.config import CheckpointQuantization, WeightScheme
 from mmvllm.quantization.quantized_experts import StackedTensor, dequantized_experts, stacked_experts
 

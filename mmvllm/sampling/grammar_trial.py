@@ -14,7 +14,7 @@ from typing import Any
 
 from mmvllm.config import MiB
 from mmvllm.errors import RequestError, RequestFailed
-from mmvllm.processes.workers import WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.pool import WorkerDied, WorkerPool, WorkerTimeout
 from mmvllm.sampling.grammar_matcher import TakesLonger, compile_grammar, refused
 from mmvllm.structured.params import StructuredOutputsParams
 from mmvllm.utils.memory_limit import memory_limit

@@ -21,13 +21,22 @@ from mmvllm.kernels.token_mask import mask_tokens
 from mmvllm.outputs import Logprob
 from mmvllm.sampling.constraints import ConstraintFailed
 from mmvllm.sampling.logits_processors import process
-from mmvllm.sampling.reading import Reading, logprobs_of
-from mmvllm.sampling.sampling_rows import BEAM, BIAS, LOGPROBS, MIN_TOKENS, PENALTIES, RANDOM, RESTRICTED, SamplingRows
+from mmvllm.sampling.prompt_logprobs import Reading, logprobs_of
+from mmvllm.sampling.sampling_states import (
+    BEAM,
+    BIAS,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTIES,
+    RANDOM,
+    RESTRICTED,
+    SamplingRows,
+)
 from mmvllm.sampling.token_masks import MaskThreads, PendingMasks, TokenMasks
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.beam_search import Candidate
-from mmvllm.scheduler.sampled import SampledTokens, TokenLogprobs, token_logprobs
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.sampler_output import SampledTokens, TokenLogprobs, token_logprobs
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.utils.transfer import HostCopy, to_device
 

@@ -25,8 +25,8 @@ from mmvllm.lora.adapter_slots import AdapterSlots
 from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampled import SampledTokens, TokenLogprobs
-from mmvllm.scheduler.schedule import Schedule, ScheduledChunk
+from mmvllm.scheduler.output import Schedule, ScheduledChunk
+from mmvllm.scheduler.sampler_output import SampledTokens, TokenLogprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 _NO_COPIES: list[tuple[int, int]] = []

@@ -22,7 +22,7 @@ from mmvllm.scheduler.beams import Beams
 if TYPE_CHECKING:
     from mmvllm.lora.adapters import Adapter
     from mmvllm.scheduler.detokenizer import CompletionText
-    from mmvllm.scheduler.prompt_reads import PromptReads
+    from mmvllm.scheduler.prompt_logprobs import PromptReads
     from mmvllm.utils.stopwatch import Encoding
 
 

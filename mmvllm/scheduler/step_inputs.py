@@ -9,7 +9,7 @@ import numpy as np
 
 from mmvllm.inputs import MediaItem
 from mmvllm.lora.adapters import Adapter
-from mmvllm.scheduler.schedule import Schedule, ScheduledChunk
+from mmvllm.scheduler.output import Schedule, ScheduledChunk
 
 
 @dataclass(frozen=True, slots=True)

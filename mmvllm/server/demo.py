@@ -4,9 +4,9 @@ import gradio
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse
 
-from mmvllm.demo.look import launch_options
 from mmvllm.demo.page import build_page
 from mmvllm.demo.settings import DemoSettings
+from mmvllm.demo.theme import launch_options
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.server.settings import ServerSettings

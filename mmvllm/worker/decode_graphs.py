@@ -12,8 +12,8 @@ from tqdm.auto import tqdm
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.scheduler.step_inputs import StepInputs
-from mmvllm.worker.device_rows import DeviceRows
-from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.cuda_graphs import Graphs
+from mmvllm.worker.input_batch import DeviceRows
 
 LARGEST = 256  # sequences; beyond, launching takes a small part of a step
 

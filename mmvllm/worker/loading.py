@@ -8,15 +8,15 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.lora.device_adapters import DeviceAdapters
-from mmvllm.models.forms import check_quantization, choose_forms, keep_codes
 from mmvllm.models.interface import Model
+from mmvllm.models.quant_methods import check_quantization, choose_forms, keep_codes
 from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import Ranks
 from mmvllm.utils.transfer import current_device
 from mmvllm.worker.checkpoint import Checkpoint
 from mmvllm.worker.memory import num_kv_blocks
 from mmvllm.worker.model_runner import ModelRunner
-from mmvllm.worker.peers import Peers
+from mmvllm.worker.worker_group import Peers
 
 logger = logging.getLogger(__name__)
 

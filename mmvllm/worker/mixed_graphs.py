@@ -17,8 +17,8 @@ from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.transfer import copy_together
-from mmvllm.worker.device_rows import DeviceRows
-from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.cuda_graphs import Graphs
+from mmvllm.worker.input_batch import DeviceRows
 from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 NUM_TOKENS = (128, 256, 512)  # of a step, padding included; launching takes a small part of larger ones

@@ -17,17 +17,17 @@ from mmvllm.models.interface import Model
 from mmvllm.processes.ranks import SINGLE, Operation, Ranks
 from mmvllm.processors.image import ImageProcessorConfig
 from mmvllm.processors.video import VideoProcessorConfig
-from mmvllm.sampling.reading import Reading, slice_sizes, take_part
+from mmvllm.sampling.prompt_logprobs import Reading, slice_sizes, take_part
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.stopwatch import Stopwatch
 from mmvllm.utils.transfer import CopyStream, Uploader, current_device, to_device
+from mmvllm.worker.cuda_graphs import Graphs
 from mmvllm.worker.decode_graphs import DecodeGraphs
-from mmvllm.worker.device_rows import DeviceRows
-from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.input_batch import DeviceRows
 from mmvllm.worker.memory import empty_kv_cache, num_graph_logits
 from mmvllm.worker.mixed_graphs import MixedGraphs
-from mmvllm.worker.peers import Peers
 from mmvllm.worker.vision_graphs import VisionGraphs
+from mmvllm.worker.worker_group import Peers
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from mmvllm.errors import first_line
+from mmvllm.processes.channel import Channel, SharedBuffer
 from mmvllm.processes.ranks import ConnectedRanks, RanksFailed, RankUnable
-from mmvllm.processes.worker_channel import Channel, SharedBuffer
-from mmvllm.processes.worker_process import beating, begin_engine
+from mmvllm.processes.worker import beating, begin_engine
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.stopwatch import Stopwatch
 from mmvllm.utils.transfer import current_device

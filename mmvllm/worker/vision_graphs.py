@@ -13,7 +13,7 @@ from mmvllm.layers.attention import Segments
 from mmvllm.models.interface import Model
 from mmvllm.models.vision import PatchLayout
 from mmvllm.utils.transfer import to_device
-from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.cuda_graphs import Graphs
 
 NUM_PATCHES = (256, 512, 768, 1024, 1536, 2048)  # launching takes a small part of larger calls
 PATCHES_PER_SEGMENT = 32  # a graph has room for as many segments as if all had this size

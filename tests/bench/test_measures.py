@@ -13,8 +13,8 @@ from mmvllm.engine.stats import StepStats
 from mmvllm.layers.linear import Linear
 from mmvllm.outputs import CompletionOutput, RequestOutput
 from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.grouped import GroupedInt4Weight
-from mmvllm.quantization.packed import Int8Weight, PackedWeight
+from mmvllm.quantization.onednn import Int8Weight, PackedWeight
+from mmvllm.quantization.wna16 import GroupedInt4Weight
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 
 

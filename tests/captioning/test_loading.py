@@ -21,7 +21,7 @@ from mmvllm.config import MiB
 from mmvllm.errors import ImageError
 from mmvllm.media.decoding import VIDEO_BYTES, MediaDecoder
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processes.workers import WorkerPool, WorkersUnusable
+from mmvllm.processes.pool import WorkerPool, WorkersUnusable
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.load import load_image
 from tests.helpers import tasks

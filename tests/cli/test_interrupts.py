@@ -100,7 +100,7 @@ from types import SimpleNamespace
 
 from mmvllm.cli.stopping import stopping
 from mmvllm.processes.signals import signals_deferred
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.pool import WorkerPool
 from tests.helpers import tasks
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from mmvllm.demo.conversation import Turn
 from mmvllm.demo.events import MAX_FILES
 from mmvllm.demo.handlers import Handlers
 from mmvllm.demo.images import UploadedImage
+from mmvllm.demo.messages import spoken, spoken_model
 from mmvllm.demo.record import (
     INTERRUPTED,
     MAX_CHARACTERS,
@@ -26,7 +27,6 @@ from mmvllm.demo.record import (
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import UploadedVideo
-from mmvllm.demo.words import spoken, spoken_model
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.load_video import DIRECT

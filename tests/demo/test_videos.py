@@ -25,7 +25,7 @@ from mmvllm.errors import ParameterError
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
-from mmvllm.processes.workers import NUM_WORKERS
+from mmvllm.processes.pool import NUM_WORKERS
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.load_video import Load
 from tests.helpers.demo import OPTIONS, InProcessDecoder

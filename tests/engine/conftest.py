@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm.models.registry import load_config
 from mmvllm.worker import loading
-from mmvllm.worker.graphs import Graphs
+from mmvllm.worker.cuda_graphs import Graphs
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from mmvllm.scheduler.beam_search import BeamSearch, Candidate
 from mmvllm.scheduler.beams import Beams
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampled import SampledTokens
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.scheduler.schedule import Schedule, ScheduledChunk
+from mmvllm.scheduler.output import Schedule, ScheduledChunk
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.scheduler.step_inputs import pack_step
 from mmvllm.utils.transfer import copy_together
-from mmvllm.worker.device_rows import DeviceRows
+from mmvllm.worker.input_batch import DeviceRows
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 
 from mmvllm import EngineConfig
 from mmvllm.engine.stats import EngineStats
-from mmvllm.parallel import engine_keeper
-from mmvllm.parallel.engine_host import EngineFacts, Failure, News, Refusal
-from mmvllm.parallel.engine_keeper import LONGEST_PAUSE, EngineKeeper, pause_after
+from mmvllm.parallel import supervisor
+from mmvllm.parallel.engine_core import EngineFacts, Failure, News, Refusal
+from mmvllm.parallel.supervisor import LONGEST_PAUSE, EngineKeeper, pause_after
 from tests.helpers.async_engines import wait_until
 
 FACTS, NEWS = EngineFacts(100, 4, 16, 16), News([], EngineStats(), None)
@@ -61,8 +61,8 @@ class Listener:
 @pytest.fixture
 def keep(monkeypatch):
     """Start a keeper whose processes live in turn as given, and then for ever; stopped after the test."""
-    monkeypatch.setattr(engine_keeper, "RemoteEngine", FakeEngine)
-    monkeypatch.setattr(engine_keeper, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(supervisor, "RemoteEngine", FakeEngine)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.001)
     made = []
 
     def start(*lives) -> tuple[EngineKeeper, Listener]:
@@ -108,7 +108,7 @@ def test_what_cannot_be_started_is_tried_again(keep, monkeypatch):
             raise OSError("too many open files")
         return FakeEngine(*args)
 
-    monkeypatch.setattr(engine_keeper, "RemoteEngine", fail_twice)
+    monkeypatch.setattr(supervisor, "RemoteEngine", fail_twice)
     _, listener = keep()
     wait_until(lambda: "ready" in listener.calls, "started")
     assert listener.calls == [("OSError: too many open files", None)] * 2 + ["ready"]

@@ -8,7 +8,7 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError, RequestFailed
-from mmvllm.processes.workers import WorkersUnusable
+from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.sampling import grammar_trial
 from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.sampling.grammar_matcher import TakesLonger

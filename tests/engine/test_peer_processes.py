@@ -20,7 +20,7 @@ import pytest
 from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.errors import EngineFailed
 from mmvllm.processes.ranks import ConnectedRanks
-from mmvllm.worker import peer_processes
+from mmvllm.worker import multiprocess_group
 from tests.helpers.async_engines import wait_until
 from tests.helpers.processes import spawned
 from tests.helpers.requests import ask, noise_image
@@ -167,7 +167,7 @@ async def answer(engine: AsyncLLM) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.7, 1.5, 2.2])
 def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypatch):
-    real = peer_processes._start_process
+    real = multiprocess_group._start_process
     started = []
 
     def start(*arguments):
@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypat
         threading.Timer(seconds, started[0].kill).start()
         return started[0]
 
-    monkeypatch.setattr(peer_processes, "_start_process", start)
+    monkeypatch.setattr(multiprocess_group, "_start_process", start)
     begin = time.monotonic()
     try:
         LLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2).exit()  # it may have been faster
@@ -187,13 +187,13 @@ def test_a_process_that_is_killed_while_it_starts(seconds, checkpoint, monkeypat
 
 
 def test_an_error_of_another_rank_while_it_loads_is_the_reason(checkpoint, monkeypatch):
-    real = peer_processes._start_process
+    real = multiprocess_group._start_process
 
     def start(pipe, buffers, pulse, loaded, *arguments):
-        arguments = (pipe, buffers, pulse, peer_processes.replace(loaded, folder=Path("/no/such/folder")), *arguments)
-        return real(*arguments)
+        missing = multiprocess_group.replace(loaded, folder=Path("/no/such/folder"))
+        return real(pipe, buffers, pulse, missing, *arguments)
 
-    monkeypatch.setattr(peer_processes, "_start_process", start)
+    monkeypatch.setattr(multiprocess_group, "_start_process", start)
     with pytest.raises(RuntimeError, match=r"rank 1: .*/no/such/folder"):
         LLM(checkpoint, **ARGUMENTS, tensor_parallel_size=2)
 

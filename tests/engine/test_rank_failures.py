@@ -8,9 +8,9 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.errors import EngineFailed
+from mmvllm.processes.channel import SharedBuffer
 from mmvllm.processes.ranks import ConnectedRanks, Operation, RanksFailed
-from mmvllm.processes.worker_channel import SharedBuffer
-from mmvllm.worker import peer_processes
+from mmvllm.worker import multiprocess_group
 from tests.helpers.engines import assert_idle, run_at_once
 from tests.helpers.needs import needs
 from tests.helpers.parity import REQUESTS
@@ -34,7 +34,7 @@ def make(checkpoints, make_llm):
 @pytest.fixture
 def limited_wait(monkeypatch):
     """A test that fails does not wait for long."""
-    monkeypatch.setattr("mmvllm.processes.ranks.TIMEOUT", peer_processes.CONNECT_TIMEOUT / 20)
+    monkeypatch.setattr("mmvllm.processes.ranks.TIMEOUT", multiprocess_group.CONNECT_TIMEOUT / 20)
 
 
 def answers(llm, names, params=GREEDY) -> list[list[int]]:
@@ -124,7 +124,7 @@ def test_no_rank_gets_a_step_that_cannot_be_packed_for_all(checkpoints, make_llm
     folder, requests = checkpoints("deepstack3-vit80-untied"), [REQUESTS["one"], REQUESTS["text"]]
     expected = run_at_once(make_llm(folder), requests)
     llm = make_llm(folder, tensor_parallel_size=3)
-    for_rank, failed = peer_processes._for_rank, []
+    for_rank, failed = multiprocess_group._for_rank, []
 
     def failing(inputs, rank):
         if rank == 2 and not failed:
@@ -132,7 +132,7 @@ def test_no_rank_gets_a_step_that_cannot_be_packed_for_all(checkpoints, make_llm
             raise MemoryError
         return for_rank(inputs, rank)
 
-    monkeypatch.setattr(peer_processes, "_for_rank", failing)
+    monkeypatch.setattr(multiprocess_group, "_for_rank", failing)
     assert run_at_once(llm, requests) == expected
     assert failed
 
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_complete_a_step_ends_all_requests(make, monkeypatch,
         return real(*args, **options)
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr(peer_processes, "REASON_SECONDS", 0.1)
+    monkeypatch.setattr(multiprocess_group, "REASON_SECONDS", 0.1)
     reason = "the engine failed: RanksFailed: rank 0 could not complete a step: OutOfMemoryError: CUDA out of memory"
     with pytest.raises(EngineFailed, match=reason):
         llm.engine.step()

@@ -9,8 +9,8 @@ from mmvllm import SamplingParams
 from mmvllm.kernels.penalties import penalize
 from mmvllm.kernels.sampling import sample_torch
 from mmvllm.sampling.sampler import Sampler
-from mmvllm.sampling.sampling_rows import SamplingRows
-from mmvllm.scheduler.sampled import SampledTokens
+from mmvllm.sampling.sampling_states import SamplingRows
+from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.sequence import Sequence
 from tests.helpers.sampling import every_row, with_uniforms
 

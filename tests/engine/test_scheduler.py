@@ -7,8 +7,8 @@ from mmvllm import SamplingParams
 from mmvllm.inputs import MediaItem
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampled import SampledTokens
-from mmvllm.scheduler.schedule import Schedule
+from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from mmvllm.models.forms import packs_well, sums_8_bits
+from mmvllm.models.quant_methods import packs_well, sums_8_bits
 
 PACKS_BFLOAT16, SUMS_8_BITS = packs_well(torch.bfloat16), sums_8_bits()
 NEEDS_BFLOAT16 = pytest.mark.skipif(not PACKS_BFLOAT16, reason="oneDNN multiplies no bfloat16 on this CPU")

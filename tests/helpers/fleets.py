@@ -14,7 +14,7 @@ from mmvllm.engine.stats import EngineStats
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.parallel.dispatcher import Dispatcher
-from mmvllm.parallel.engine_host import AddCommand, EngineFacts, News
+from mmvllm.parallel.engine_core import AddCommand, EngineFacts, News
 
 FLEET = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "data_parallel_size": 2, "max_num_seqs": 8}
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmvllm.layers.linear import ConvertedModule
-from mmvllm.models.forms import check_quantization, choose_forms
+from mmvllm.models.quant_methods import check_quantization, choose_forms
 
 CPU = torch.device("cpu")
 

@@ -99,9 +99,9 @@ def event(
 
 @contextmanager
 def served(model=None, policy: MediaPolicy | None = None, max_images: int = 8, **engine_args) -> Iterator[Site]:
-    from mmvllm.demo.look import launch_options
     from mmvllm.demo.page import build_page
     from mmvllm.demo.settings import DemoSettings
+    from mmvllm.demo.theme import launch_options
 
     small = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 1024, "skip_warmup": True}
     engine = AsyncLLM(model, **small | engine_args)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mmvllm.worker import peer_processes, rank_process
+from mmvllm.worker import multiprocess_group, rank_process
 from mmvllm.worker.model_runner import ModelRunner
 
 
@@ -32,7 +32,7 @@ class RankThread(threading.Thread):
 
 def use_rank_threads(monkeypatch) -> None:
     """Engines of this test run their further ranks in threads."""
-    monkeypatch.setattr(peer_processes, "_start_process", RankThread)
+    monkeypatch.setattr(multiprocess_group, "_start_process", RankThread)
 
 
 class FailingOnce:

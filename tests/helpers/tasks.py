@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mmvllm.config import MiB
-from mmvllm.processes.worker_process import reserve_in_parent
-from mmvllm.processes.workers import WorkerPool
+from mmvllm.processes.pool import WorkerPool
+from mmvllm.processes.worker import reserve_in_parent
 from mmvllm.utils.memory_limit import memory_limit
 
 state = {}

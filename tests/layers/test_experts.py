@@ -10,7 +10,7 @@ from mmvllm.config import ExpertsConfig
 from mmvllm.kernels import grouped_linear, silu_mul
 from mmvllm.layers import experts as file
 from mmvllm.layers.experts import SparseMLP
-from mmvllm.quantization.packed import Int8Weight, PackedWeight
+from mmvllm.quantization.onednn import Int8Weight, PackedWeight
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
 from tests.helpers.kernels import assert_no_worse
 from tests.helpers.packing import pack_weights

@@ -13,7 +13,7 @@ from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows
 from mmvllm.layers.linear import Linear, MergedLinear, PaddedLinear
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
-from mmvllm.models.forms import choose_forms
+from mmvllm.models.quant_methods import choose_forms
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
 from mmvllm.quantization.fp8 import Fp8Weight, check_sizes, fp8_unusable

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmvllm.quantization import packed
-from mmvllm.quantization.coded import CodedWeight
-from mmvllm.quantization.packed import Int4Weight
+from mmvllm.quantization import onednn
+from mmvllm.quantization.onednn import Int4Weight
+from mmvllm.quantization.quantized_weight import CodedWeight
 
 EPS = torch.finfo(torch.bfloat16).eps
 
@@ -47,7 +47,7 @@ def assert_close(weight: CodedWeight, bias: torch.Tensor | None, x: torch.Tensor
 @pytest.mark.parametrize("out_size, with_bias", [(192, True), (80, False), (5, True)])
 @pytest.mark.parametrize("in_float32", [True, False])
 def test_a_product_is_as_accurate_as_its_roundings_allow(number, out_size, with_bias, in_float32, monkeypatch):
-    monkeypatch.setattr(packed, "multiplies_float32_faster", lambda: in_float32)
+    monkeypatch.setattr(onednn, "multiplies_float32_faster", lambda: in_float32)
     weight = coded(out_size, 256, 64)
     bias = torch.linspace(-1, 1, out_size).bfloat16() if with_bias else None
     x = rows(number, 256)
@@ -85,8 +85,8 @@ def test_many_rows_are_multiplied_in_tiles_of_outputs(monkeypatch):
 def test_the_operator_multiplies_any_number_of_rows_where_the_layout_is_another(monkeypatch):
     weight = coded(128, 128, 32)
     x, layer = rows(200, 128), Int4Weight(weight, None)
-    monkeypatch.setattr(packed, "_stores_blocks_of_64", lambda: False)
-    monkeypatch.setattr(packed, "_unpack_codes", None)
+    monkeypatch.setattr(onednn, "_stores_blocks_of_64", lambda: False)
+    monkeypatch.setattr(onednn, "_unpack_codes", None)
     assert_close(weight, None, x, layer(x))
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
-from mmvllm.quantization import packed
-from mmvllm.quantization.packed import Int8Weight, WidenedWeight
+from mmvllm.quantization import onednn
+from mmvllm.quantization.onednn import Int8Weight, WidenedWeight
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.packing import pack_weights
 
@@ -53,8 +53,8 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
 @NEEDS_BFLOAT16
 @pytest.mark.parametrize("is_bfloat16_slow", [True, False])
 def test_rows_of_packed_layers_are_independent(is_bfloat16_slow, monkeypatch):
-    monkeypatch.setattr(packed, "multiplies_float32_faster", lambda: is_bfloat16_slow)
-    layer = packed.PackedWeight(filled(Linear(1536, 4096), torch.bfloat16).weight, None)
+    monkeypatch.setattr(onednn, "multiplies_float32_faster", lambda: is_bfloat16_slow)
+    layer = onednn.PackedWeight(filled(Linear(1536, 4096), torch.bfloat16).weight, None)
     x = rows(64, 1536, torch.bfloat16)
     together = layer(x)
     for number in ROWS:

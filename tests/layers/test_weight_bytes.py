@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import Linear, weight_bytes
-from mmvllm.models.forms import choose_forms
 from mmvllm.models.interface import Model
+from mmvllm.models.quant_methods import choose_forms
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
 from tests.helpers.shapes import RICHEST
 
 CPU = torch.device("cpu")

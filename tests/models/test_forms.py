@@ -7,10 +7,10 @@ import torch
 
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import ConvertedModule
-from mmvllm.models import forms
+from mmvllm.models import quant_methods
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.grouped import GroupedInt4Weight, GroupedWeight
+from mmvllm.quantization.wna16 import GroupedInt4Weight, GroupedWeight
 from tests.helpers.quantized_checkpoints import FORMATS
 
 CUDA = torch.device("cuda")
@@ -28,18 +28,20 @@ def forms_of(checkpoints, tmp_path, monkeypatch):
     """A function: shape, format of the checkpoint, compute capability, dtype -> forms by the names of layers."""
 
     def call(shape, method, capability, dtype=torch.bfloat16, quantization=None):
-        monkeypatch.setattr(forms, "supports_fp8", lambda device: capability >= ADA)
+        monkeypatch.setattr(quant_methods, "supports_fp8", lambda device: capability >= ADA)
         is_fp8 = capability >= ADA and dtype == torch.bfloat16
-        monkeypatch.setattr(forms, "fp8_unusable", lambda device, dtype: None if is_fp8 else "needs another GPU")
+        monkeypatch.setattr(
+            quant_methods, "fp8_unusable", lambda device, dtype: None if is_fp8 else "needs another GPU"
+        )
         raw = json.loads((checkpoints(shape) / "config.json").read_text())
         added = {} if method is None else {"quantization_config": FORMATS[method].config(32)}
         (tmp_path / "config.json").write_text(json.dumps(raw | added))
         config = load_config(tmp_path)
         with torch.device("meta"):
             model = family_of(config.architecture).build(config, TorchAttention).to(dtype)
-        forms.choose_forms(model, CUDA, dtype, quantization)
+        quant_methods.choose_forms(model, CUDA, dtype, quantization)
         if method is not None:
-            forms.keep_codes(model, CUDA, dtype)
+            quant_methods.keep_codes(model, CUDA, dtype)
         return {name: module.form for name, module in model.named_modules() if isinstance(module, ConvertedModule)}
 
     return call

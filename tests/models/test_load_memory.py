@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mmvllm.layers.experts import Experts
 from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.models import weights
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
 from tests.helpers.quantized_checkpoints import quantized_checkpoint
 from tests.helpers.weights import load
 

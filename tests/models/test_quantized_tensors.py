@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from mmvllm.quantization.coded_layouts import QuantizedTensor
+from mmvllm.quantization.checkpoint_formats import QuantizedTensor
 from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
 from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 

@@ -12,8 +12,8 @@ from torch import nn
 from mmvllm.kernels.fp8 import quantize_rows
 from mmvllm.layers.sharding import Shard
 from mmvllm.models import weights
-from mmvllm.models.forms import choose_forms
 from mmvllm.models.interface import Model
+from mmvllm.models.quant_methods import choose_forms
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes, query_heads, rank_config
 from mmvllm.models.weights import checkpoint_views

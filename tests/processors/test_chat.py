@@ -21,7 +21,7 @@ from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
 from mmvllm.processors import chat_template
 from mmvllm.processors.chat import Processor
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.utils import time_limit
 from mmvllm.utils.time_limit import Watchdog

@@ -13,7 +13,7 @@ from mmvllm.models.registry import load_config
 from mmvllm.processors import chat_template as chat_template_module
 from mmvllm.processors.chat import Processor
 from mmvllm.processors.chat_template import ChatTemplate
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 from mmvllm.processors.image import ImageProcessor
 from mmvllm.processors.requests import parse_request
 from tests.helpers.images import image_config

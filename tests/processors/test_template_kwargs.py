@@ -18,7 +18,7 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
 from mmvllm.processors.chat import Processor, rendered
-from mmvllm.processors.foreign import ForeignProcessor
+from mmvllm.processors.hf_processor import ForeignProcessor
 from mmvllm.processors.requests import parse_request
 from mmvllm.processors.template_kwargs import MAX_DEPTH, check_template_kwargs
 from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of

@@ -20,11 +20,11 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
+from mmvllm.processes.channel import Channel, SharedBuffer
 from mmvllm.processes.signals import kill_process
-from mmvllm.processes.worker_channel import Channel, SharedBuffer
-from mmvllm.processes.worker_process import serve
-from mmvllm.processes.worker_start import start_process
-from mmvllm.processes.worker_watch import Watch, Watched, new_pulse
+from mmvllm.processes.start import start_process
+from mmvllm.processes.watchdog import Watch, Watched, new_pulse
+from mmvllm.processes.worker import serve
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
 CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more

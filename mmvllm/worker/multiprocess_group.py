@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 
 from mmvllm.models.splitting import rank_config
+from mmvllm.processes.channel import Channel, PackedMessage, SharedBuffer
 from mmvllm.processes.ranks import SINGLE, TIMEOUT, ConnectedRanks, RanksFailed
 from mmvllm.processes.signals import signals_deferred
-from mmvllm.processes.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.processes.worker_start import start_process
-from mmvllm.processes.worker_watch import Watched, first_lost, new_pulse
+from mmvllm.processes.start import start_process
+from mmvllm.processes.watchdog import Watched, first_lost, new_pulse
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.transfer import current_device
 from mmvllm.worker.checkpoint import Checkpoint
 from mmvllm.worker.loading import load_runner
 from mmvllm.worker.model_runner import ModelRunner
-from mmvllm.worker.peers import Peers
 from mmvllm.worker.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
 from mmvllm.worker.thread_shares import THREAD_SHARES
+from mmvllm.worker.worker_group import Peers
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself

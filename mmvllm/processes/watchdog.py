@@ -14,8 +14,8 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 from mmvllm.processes.signals import kill_process
-from mmvllm.processes.worker_process import BEAT_SECONDS
-from mmvllm.processes.worker_start import KILL_SECONDS, how_it_ended
+from mmvllm.processes.start import KILL_SECONDS, how_it_ended
+from mmvllm.processes.worker import BEAT_SECONDS
 
 START_SECONDS = 300.0  # for a process to begin to count: until then it loads Python and what it needs
 

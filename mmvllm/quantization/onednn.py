@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.float32_speed import multiplies_float32_faster
-from mmvllm.quantization.coded import CodedWeight, int4_group_size, round_to_codes
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.quantized_weight import CodedWeight, int4_group_size, round_to_codes
 
 _BITS = {torch.bfloat16: (torch.int16, 2**15 - 1), torch.float32: (torch.int32, 2**31 - 1)}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mmvllm.outputs import LogprobsById
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.scheduler.sampled import RowLogprobs, token_logprobs
+from mmvllm.scheduler.sampler_output import RowLogprobs, token_logprobs
 
 
 @dataclass(slots=True)

@@ -11,12 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
-from mmvllm.engine.garbage import without_old_objects
+from mmvllm.engine.gc_utils import without_old_objects
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestError, RequestFailed, first_line, without_frames
 from mmvllm.inputs import EngineInput, in_pinned_memory
-from mmvllm.processes.worker_channel import Channel, can_be_sent, unpickled
+from mmvllm.processes.channel import Channel, can_be_sent, unpickled
 from mmvllm.sampling_params import SamplingParams
 
 REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go down

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from mmvllm.inputs import MediaItem
 from mmvllm.lora.adapters import Adapter
-from mmvllm.scheduler.prompt_reads import LogprobReads
+from mmvllm.scheduler.prompt_logprobs import LogprobReads
 from mmvllm.scheduler.sequence import Sequence, SequenceStatus
 
 

@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 from mmvllm.errors import first_line
-from mmvllm.parallel.engine_host import AddCommand, EngineFacts, Failure, News, Refusal
-from mmvllm.parallel.remote_engine import STOP_SECONDS, Command, RemoteEngine, Setup
+from mmvllm.parallel.engine_core import AddCommand, EngineFacts, Failure, News, Refusal
+from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command, RemoteEngine, Setup
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.fp8 import Fp8Rows
-from mmvllm.quantization.coded import CodedWeight
+from mmvllm.quantization.quantized_weight import CodedWeight
 
 
 class WeightForm(ABC):

@@ -1,4 +1,4 @@
-"""The front process's end of an engine that runs in a process of its own (`engine_host.py`)."""
+"""The front process's end of an engine that runs in a process of its own (`engine_core.py`)."""
 
 import multiprocessing
 import threading
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.config import EngineConfig
-from mmvllm.parallel.engine_host import AbortCommand, AddCommand, ResetCommand, StopCommand
+from mmvllm.parallel.engine_core import AbortCommand, AddCommand, ResetCommand, StopCommand
 from mmvllm.parallel.engine_process import run_engine
+from mmvllm.processes.channel import Channel, PackedMessage, SharedBuffer
 from mmvllm.processes.signals import kill_process
-from mmvllm.processes.worker_channel import Channel, PackedMessage, SharedBuffer
-from mmvllm.processes.worker_start import start_process
-from mmvllm.processes.worker_watch import Watch, Watched, new_pulse
+from mmvllm.processes.start import start_process
+from mmvllm.processes.watchdog import Watch, Watched, new_pulse
 
 STOP_SECONDS = 5.0  # for the step that runs, and for further ranks to end
 BATCH_COMMANDS = 64  # sent together

@@ -14,7 +14,7 @@ from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
 
 from mmvllm.errors import without_frames
-from mmvllm.processes.worker_channel import Channel, SharedBuffer
+from mmvllm.processes.channel import Channel, SharedBuffer
 from mmvllm.utils.memory_limit import allow
 
 BEAT_SECONDS = 0.5

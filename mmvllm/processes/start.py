@@ -10,7 +10,7 @@ from multiprocessing import spawn
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from mmvllm.processes.worker_process import IGNORED_SIGNALS
+from mmvllm.processes.worker import IGNORED_SIGNALS
 
 PROCESS_NAME = "mmvllm-worker"
 KILL_SECONDS = 5.0  # for the system to end a killed process

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.coded_linear import PACKED_COLUMNS, coded_linear, pack_int4
-from mmvllm.quantization.coded import CodedWeight, int4_group_size, round_to_codes
-from mmvllm.quantization.form import WeightForm
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.quantized_weight import CodedWeight, int4_group_size, round_to_codes
 
 
 class GroupedWeight(WeightForm):

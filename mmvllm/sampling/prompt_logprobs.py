@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.argmax import argmax_logsumexp
-from mmvllm.scheduler.sampled import RowLogprobs
+from mmvllm.scheduler.sampler_output import RowLogprobs
 from mmvllm.scheduler.step_inputs import Reads
 from mmvllm.utils.transfer import HostCopy, to_device
 

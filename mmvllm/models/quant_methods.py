@@ -11,12 +11,12 @@ from mmvllm.layers.experts import Experts
 from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
-from mmvllm.quantization.coded import int4_group_size
 from mmvllm.quantization.config import CheckpointQuantization, WeightScheme
-from mmvllm.quantization.form import WeightForm
 from mmvllm.quantization.fp8 import Fp8Weight, check_sizes, fp8_unusable
-from mmvllm.quantization.grouped import GroupedInt4Weight, GroupedWeight
-from mmvllm.quantization.packed import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
+from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.onednn import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
+from mmvllm.quantization.quantized_weight import int4_group_size
+from mmvllm.quantization.wna16 import GroupedInt4Weight, GroupedWeight
 
 _DECODER, _VIT = "decoder.layers.", "visual."
 _HALF = (torch.float16, torch.bfloat16)

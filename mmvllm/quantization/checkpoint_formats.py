@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmvllm.quantization.coded import CodedWeight
 from mmvllm.quantization.config import WeightScheme
+from mmvllm.quantization.quantized_weight import CodedWeight
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of tensors that are stored without codes
 

@@ -17,12 +17,12 @@ from mmvllm.lora import LoRARequest
 from mmvllm.lora.adapters import AdapterStore, model_without_weights
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.splitting import rank_config
-from mmvllm.parallel.engine_host import AddCommand, EngineFacts, News
-from mmvllm.parallel.engine_keeper import EngineKeeper, EngineListener
+from mmvllm.parallel.engine_core import AddCommand, EngineFacts, News
+from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command
 from mmvllm.parallel.placement import place_engines
-from mmvllm.parallel.remote_engine import STOP_SECONDS, Command
+from mmvllm.parallel.supervisor import EngineKeeper, EngineListener
 from mmvllm.processes.signals import wait_until
-from mmvllm.processes.worker_start import check_may_start
+from mmvllm.processes.start import check_may_start
 from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.worker.checkpoint import read_checkpoint
 
