@@ -13,7 +13,6 @@ import numpy as np
 
 from mmvllm.errors import VideoError
 from mmvllm.processors.clip import MAX_FPS, is_later_shown
-from mmvllm.processors.display_matrix import display_matrix, upright, upright_size
 from mmvllm.processors.video_limits import VideoLimits
 
 SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
@@ -21,6 +20,8 @@ MAX_ERRORS = 64  # consecutive errors of the container
 MAX_DECODER_ERRORS = 1000  # consecutive; more than the packets before the first keyframe of a cut recording
 MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
 LOST_PERIODS = 2  # behind the last frame: packets up to there may be second fields, or belong to no frame
+
+Matrix = tuple[int, int, int, int]  # (a, b, c, d): a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)
 
 
 class FramesEnded(Exception):
@@ -272,3 +273,37 @@ class VideoStream:
         except (ValueError, OSError, EOFError, OverflowError):
             return False
         return True
+
+
+def upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
+    """The pixels, (height, width, 3) uint8, turned and mirrored as a display matrix says."""
+    if matrix is None:
+        return pixels
+    a, b, c, d = matrix
+    if abs(a) >= abs(b):
+        return pixels[:: _stride(d), :: _stride(a)]
+    return pixels.transpose(1, 0, 2)[:: _stride(b), :: _stride(c)]
+
+
+def upright_size(height: int, width: int, matrix: Matrix | None) -> tuple[int, int]:
+    """Height and width of a frame that `upright` has turned."""
+    is_turned = matrix is not None and abs(matrix[1]) > abs(matrix[0])
+    return (width, height) if is_turned else (height, width)
+
+
+def _stride(sign: int) -> int:
+    return -1 if sign < 0 else 1
+
+
+def display_matrix(frame: Any) -> Matrix | None:
+    """The display matrix of a frame that is to be turned or mirrored.
+
+    PyAV's side data and their frame hold each other until Python collects cycles: only the first frame is asked.
+    """
+    from av.sidedata.sidedata import Type
+
+    side_data = frame.side_data.get(Type.DISPLAYMATRIX)
+    if side_data is None:
+        return None
+    a, b, _, c, d = np.frombuffer(bytes(side_data), dtype=np.int32)[:5].tolist()
+    return a, b, c, d

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
-from mmvllm.engine.warmup import WARMUP_PARAMS
+from mmvllm.engine.llm_engine import WARMUP_PARAMS
 from mmvllm.sampling.sampling_states import SamplingRows
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.server.convert import chat_params, completion_params
@@ -62,11 +62,11 @@ NOT_DRAWN = {
     "n": "sequences of the engine",
     "logit_bias": "SamplingRows.biases",
     **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "sampling/constraints.py"),
-    "logits_processors": "sampling/logits_processors.py",
+    "logits_processors": "sampling/constraints.py",
     "detokenize": "of the text, which is made of the tokens",
     "extra_args": FOR_CALLERS,
     "structured": "sampling/grammar.py",
-    "best_of": "engine/choice.py",
+    "best_of": "engine/output_processor.py",
     **dict.fromkeys(BEAMS, "scheduler/beam_search.py"),
 }
 NOT_WARMED_UP = {
@@ -184,7 +184,7 @@ def test_a_field_reaches_the_kernel(name):
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_warm_up_takes_the_path_of_a_field(name):
     is_there = any(getattr(params, name) != getattr(DEFAULTS, name) for params in WARMUP_PARAMS)
-    message = missing(name, "mmvllm/engine/warmup.py", "WARMUP_PARAMS", "NOT_WARMED_UP")
+    message = missing(name, "mmvllm/engine/llm_engine.py", "WARMUP_PARAMS", "NOT_WARMED_UP")
     assert is_there or name in NOT_WARMED_UP, message
 
 

@@ -4,24 +4,69 @@ Decode reads weights and KV cache for a few tokens, so it is bound by memory ban
 large matrices, so they are bound by arithmetic.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
-from mmvllm.bench.stored import StoredBytes
 from mmvllm.entrypoints.llm import LLM
-from mmvllm.layers.linear import Linear
+from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.models.quant_methods import choose_forms
 from mmvllm.outputs import RequestOutput
+from mmvllm.quantization.linear_method import WeightForm
 from mmvllm.worker.memory import kv_block_bytes
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 30}  # far larger than any cache
 MATRIX_SIZES = {"cpu": 2048, "cuda": 8192}
 ATTEMPTS = 5
 CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too short to be timed from the host
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """What a decode step reads: all layers of the decoder, of which `experts` are those of experts, and the head.
+
+    The embedding, of which a step reads a few rows, is left out; a head that is tied to it counts.
+    """
+
+    decoder: int
+    experts: int
+    head: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "StoredBytes":
+        sizes = {name: _num_bytes(module) for name, module in model.named_modules()}
+
+        def total(prefix: str, part: str = "") -> int:
+            return sum(size for name, size in sizes.items() if name.startswith(prefix) and part in name)
+
+        return cls(total("decoder.") - total("decoder.embed_tokens"), total("decoder.", ".experts"), total("lm_head"))
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of what the module holds itself; a tensor in oneDNN's layout has no `nbytes`."""
+    tensors = {id(tensor): tensor for tensor in _own_tensors(module)}  # a packed weight has the module's bias, too
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, and tensors of the weights that are in another form."""
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+    if isinstance(module, ConvertedModule):
+        yield from _tensors_in(module.converted)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, WeightForm | list | tuple):
+        for part in vars(value).values() if isinstance(value, WeightForm) else value:
+            yield from _tensors_in(part)
 
 
 @dataclass(frozen=True, slots=True)

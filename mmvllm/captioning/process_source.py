@@ -1,6 +1,6 @@
 """A captioning job with several engines on this machine, each in a process of its own.
 
-    TaskQueue ── a thread for each engine ── WorkerPool of one process ── engine_process.exchange ── EngineWorker
+    TaskQueue ── a thread for each engine ── WorkerPool of one process ── exchange ── EngineWorker
 
 This process finds the images and alone writes the output. A process that dies, or gives no sign of life and is killed,
 is replaced, and its images are given to engines again. All processes end with this one.
@@ -11,15 +11,17 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from mmvllm.captioning.captioner import failure
-from mmvllm.captioning.engine_process import exchange, start_engine
-from mmvllm.captioning.engine_worker import EngineSpec, finalized
+from mmvllm.captioning.engine_worker import EngineSpec, EngineWorker, finalized
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.index import Index
+from mmvllm.captioning.items import Item
 from mmvllm.captioning.ordering import in_order
 from mmvllm.captioning.task_queue import POLL_SECONDS, TaskQueue, Work
 from mmvllm.captioning.worklist import Worklist
@@ -33,6 +35,44 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
 MAX_DEATHS = 5  # of an engine's processes, one after the other, without a caption between
+
+# In an engine's process, where `start_engine` and `exchange` are tasks of `WorkerPool`.
+_worker: EngineWorker | None = None
+_done: "SimpleQueue[tuple[int, Future[dict]]]" = SimpleQueue()
+
+
+def start_engine(spec: EngineSpec) -> int:
+    """Load the model; returns how many images keep the engine busy."""
+    global _worker
+    _worker = EngineWorker(spec)
+    return _worker.max_requests
+
+
+def exchange(
+    items: list[tuple[int, Item]], is_stopped: bool, seconds: float
+) -> tuple[list[tuple[int, dict | None]], float]:
+    """Give the engine images, each with a number, and take what is finished; waits some seconds for the first record.
+
+    The record of an image that is dropped, because the job is stopped, is None. The second result is the engine's
+    `wait_share`. Raises what ended the engine.
+    """
+    if _worker is None:
+        raise EngineFailed("the engine's process has ended between two images")
+    for number, item in items:
+        _worker.submit(item).add_done_callback(partial(_finish, number))
+    if is_stopped:
+        _worker.stop()
+    finished = []
+    with suppress(Empty):
+        finished.append(_done.get(timeout=seconds))
+        while True:
+            finished.append(_done.get_nowait())
+    records = [(number, None if reply.cancelled() else reply.result()) for number, reply in finished]
+    return records, _worker.engine_wait_share
+
+
+def _finish(number: int, reply: "Future[dict]") -> None:
+    _done.put((number, reply))
 
 
 @dataclass(slots=True)

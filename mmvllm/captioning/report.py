@@ -171,8 +171,7 @@ def _count(number: int, noun: str) -> str:
 def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[tuple[dict, str, str | None]]:
     """The card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
     from mmvllm.captioning.loading import ItemLoader  # here, because they import torch
-    from mmvllm.captioning.strips import strip_of_frames
-    from mmvllm.captioning.thumbnails import thumbnail
+    from mmvllm.captioning.thumbnails import strip_of_frames, thumbnail
 
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates

@@ -2,7 +2,11 @@
 
 import argparse
 import json
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +20,7 @@ from mmvllm.captioning.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
-from mmvllm.cli.caption_records import Printer, own_stdout
-from mmvllm.cli.caption_summary import as_lines, summarize
+from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
     add_model_argument,
@@ -29,12 +32,13 @@ from mmvllm.cli.common import (
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.progress import MODES, Display
-from mmvllm.cli.stopping import stopping
+from mmvllm.processes.signals import ended_by_second_signal
 from mmvllm.utils.text import parse_json
 
 if TYPE_CHECKING:
     from mmvllm.captioning.endpoint_options import EndpointOptions
     from mmvllm.captioning.ray_source import RayOptions
+    from mmvllm.captioning.run import CaptionRun
 
 # Arguments that are passed to `caption_images` under the same names.
 PASSED_ON = (
@@ -481,3 +485,25 @@ class _ListPresets(argparse.Action):
         for name, prompt in PRESETS.items():
             print(f"{name}: {prompt}")
         parser.exit()
+
+
+@contextmanager
+def stopping(job: "CaptionRun") -> Iterator[list[int]]:
+    """Stop the job at the first SIGINT or SIGTERM, and end it at the second; yields the list of received signals."""
+    received: list[int] = []
+
+    def stop(number: int, _) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        job.stop()
+        # Not print, because the signal may interrupt another print.
+        os.write(2, b"\nstopping: images in flight are finished first; interrupt again to stop now\n")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ended_by_second_signal():
+            yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

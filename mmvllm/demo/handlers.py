@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from mmvllm.demo.conversation import Options, Turn, Uploaded, media_in, to_chat, turn_at
-from mmvllm.demo.estimate import estimate
 from mmvllm.demo.events import read_draft, read_files, read_index, read_kept, read_paths, read_text
 from mmvllm.demo.messages import BUNDLED_NAME, NEEDS_IMAGE, NO_COPIES, SMALL_COPIES, spoken, warn
 from mmvllm.demo.record import KeptTurn, check_length, read_turns, to_record
 from mmvllm.demo.session import Session, Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
-from mmvllm.demo.videos import ClipOptions, UploadedVideo, is_video, why_no_videos
+from mmvllm.demo.videos import ClipOptions, UploadedVideo, estimate, is_video, why_no_videos
 from mmvllm.errors import DeadlineExceeded, EngineUnavailable, RequestFailed
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.utils.text import counted

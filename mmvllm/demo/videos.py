@@ -1,5 +1,8 @@
 """Uploaded videos, and how the engine takes them: which frames, at what size, for how many tokens."""
 
+import base64
+import html
+import io
 import mimetypes
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
 from mmvllm.demo.images import UploadError, decoded
-from mmvllm.demo.strip import PreviewPlan, Strip, strip_of
 from mmvllm.errors import VideoError
 from mmvllm.inputs import Media, MediaRules
 from mmvllm.media.policy import MediaPolicy
@@ -21,7 +24,8 @@ from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
 from mmvllm.processors.load_video import Load
 from mmvllm.processors.parts import check_numbers
 from mmvllm.processors.placeholders import Encode, expansion_of
-from mmvllm.processors.video import ClipPlan, VideoProcessorConfig
+from mmvllm.processors.video import ClipPlan, Resize, VideoProcessorConfig, shrunk
+from mmvllm.utils.text import counted
 
 if TYPE_CHECKING:
     from mmvllm.entrypoints.async_llm import AsyncLLM
@@ -29,9 +33,39 @@ if TYPE_CHECKING:
 SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.policy.VIDEO_CONTAINERS`
 MAX_TIMESTAMPS = 2**14  # whose tokens are remembered: the videos of a conversation are counted with each question
 TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
+STRIP_FRAMES = 6
+STRIP_HEIGHT, STRIP_WIDTH = 96, 240  # pixels of a frame, at most
 # By which gradio knows a video; not every system knows these.
 mimetypes.add_type("video/mp4", ".m4v")
 mimetypes.add_type("video/x-matroska", ".mkv")
+
+Strip = tuple[tuple[float, str], ...]  # seconds and data URI of each frame
+
+
+class PreviewPlan(ClipPlan):
+    """A few of the frames that a clip with the same settings consists of, small."""
+
+    __slots__ = ()
+    is_preview = True
+
+    def frame_indices(self, info: VideoInfo) -> list[int]:
+        indices = super().frame_indices(info)
+        places = np.linspace(0, len(indices) - 1, min(len(indices), STRIP_FRAMES))
+        return [indices[place] for place in places.round().astype(int)]
+
+    def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
+        return [shrunk(height, width, STRIP_HEIGHT, STRIP_WIDTH)]
+
+
+def strip_of(clip: Clip) -> Strip:
+    """The frames of a clip as a strip, which shows a visitor what is taken of a video."""
+    return tuple((time, _data_uri(frame)) for time, frame in zip(clip.times, clip.frames, strict=True))
+
+
+def _data_uri(frame: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 class ClipOptions(NamedTuple):
@@ -134,3 +168,25 @@ class UploadedVideo:
 
 def is_video(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES
+
+
+def estimate(videos: list[tuple[UploadedVideo, int]], note: str) -> str:
+    """HTML for below the message box: how many frames are taken of each video, some of them, and the note on tokens."""
+    return "".join(_described(video, num_frames) for video, num_frames in videos) + note
+
+
+def _described(video: UploadedVideo, num_frames: int) -> str:
+    name, length = html.escape(video.path.name), spoken_time(video.info.duration)
+    taken = f"<b>{name}</b> lasts {length}; the model sees {counted(num_frames, 'frame')}"
+    some = ", some of which are:" if num_frames > len(video.strip) else ":"
+    frames = "".join(
+        f'<figure><img src="{data}" alt="Frame at {spoken_time(time)}"><figcaption>{spoken_time(time)}</figcaption>'
+        "</figure>"
+        for time, data in video.strip
+    )
+    return f'<div class="clip"><p>{taken}{some}</p><div class="strip">{frames}</div></div>'
+
+
+def spoken_time(seconds: float) -> str:
+    """ "7.5 s", or minutes and seconds: "1:05 min"."""
+    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"

@@ -10,12 +10,12 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.output_processor import DeltaStream
-from mmvllm.engine.releasing import ReleasableEngine
 from mmvllm.engine.stats import EngineStats
-from mmvllm.errors import EngineFailed, RequestFailed
+from mmvllm.errors import EngineFailed, RequestFailed, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.processes.ranks import RanksFailed
@@ -23,6 +23,52 @@ from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.sequence import SequenceStatus
 
 logger = logging.getLogger(__name__)
+
+
+class ReleasableEngine:
+    """An engine that gives back its memory while it has nothing to do, and is loaded again for the next request.
+
+    The thread that owns the engine uses it; others may read `engine` and `is_released`. A released engine has freed its
+    weights, its caches and its further processes. What is known of its model stays.
+
+    Args:
+        after: seconds without work after which it is released; None keeps it.
+        on_made: called with each engine, before it gets requests.
+    """
+
+    def __init__(self, engine: LLMEngine, after: float | None, on_made: Callable[[LLMEngine], None]):
+        self.engine, self.is_released = engine, False
+        self.failure: str | None = None  # why it could not be loaded again, when that was tried last
+        self._after, self._on_made = after, on_made
+        on_made(engine)
+
+    @property
+    def seconds_to_wait(self) -> float | None:
+        """For work, before `release` is to be called; None waits for ever."""
+        return None if self.is_released else self._after
+
+    def release(self) -> None:
+        """Free the memory; the engine must have no requests."""
+        self.is_released = True
+        self.engine.exit()
+        collect_everything(self.engine.device)
+        logger.info("the engine has had no request for %g s and has released its memory", self._after)
+
+    def load(self) -> None:
+        """Make the engine anew if it is released; raises RequestFailed if that fails, and may be called again."""
+        if not self.is_released:
+            return
+        begin, self.failure = time.perf_counter(), None
+        try:
+            engine = self.engine.made_again()
+        except Exception as error:  # for example because another program has taken the memory meanwhile
+            self.failure = f"the released model cannot be loaded again: {first_line(error)}"
+        if self.failure is not None:  # outside: the error's frames hold what was loaded
+            collect_everything(self.engine.device)
+            raise RequestFailed(self.failure)
+        self._on_made(engine)
+        self.engine, self.is_released = engine, False
+        logger.info("the released engine was loaded again in %.1f s", time.perf_counter() - begin)
 
 
 class Receiver(Protocol):

@@ -21,7 +21,6 @@ from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.recovery import Recovery
 from mmvllm.engine.stats import EngineStats, Meter, StepStats, step_stats
 from mmvllm.engine.tokenizer import eos_token_ids_of, load_tokenizer
-from mmvllm.engine.warmup import WARMUP_PARAMS
 from mmvllm.errors import EngineFailed, RequestError, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.lora import LoRARequest
@@ -48,6 +47,28 @@ logger = logging.getLogger(__name__)
 
 
 HAS_EXITED = "the engine has exited; make a new one"
+# Computed before the first request. Together they take every path of the sampler, whose kernels are compiled when they
+# are first used.
+WARMUP_PARAMS = (
+    SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
+    SamplingParams(
+        max_tokens=2,
+        ignore_eos=True,
+        seed=0,
+        min_tokens=1,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={0: 0.1},
+        no_repeat_ngram_size=2,
+        logprobs=1,
+        prompt_logprobs=1,
+    ),
+)
 
 
 class LLMEngine:

@@ -1,16 +1,17 @@
 """Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
 
 import time
+from collections.abc import Callable
 from functools import cache, cached_property
 
 from mmvllm.engine.boxes import BoxReader
-from mmvllm.engine.choice import choose
-from mmvllm.engine.repetition import tokens_missing
 from mmvllm.errors import RequestError
 from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
+from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
 from mmvllm.scheduler.prompt_logprobs import LogprobReads, PooledReads
+from mmvllm.scheduler.sampler_output import token_logprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 MAX_HELD = 64  # tokens whose text is not settled, where log-probabilities take memory only until a delta has them
@@ -256,3 +257,82 @@ class _Cursor:
         return Delta(
             seq.request_id, self.index, text, token_ids, logprobs, finish_reason, output, seq.num_prompt_tokens
         )
+
+
+def choose(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:
+    """Leave the completions of a finished request that are returned, best first, with their scores.
+
+    `finish_reason` says why a sequence ended with its last token.
+    """
+    n = group.sampling_params.n
+    if group.beams is None:
+        group.seqs = _ranked(group.seqs)[:n]
+    else:
+        _write_hypotheses(group, finish_reason)
+        group.seqs = group.seqs[:n]
+
+
+def _ranked(seqs: list[Sequence]) -> list[Sequence]:
+    """By log-probability per token, as OpenAI's `best_of` does; those that an abort left without tokens come last."""
+    begun = [seq for seq in seqs if seq.num_completion_tokens]
+    for seq in begun:
+        seq.score = seq.cumulative_logprob / seq.num_completion_tokens
+    begun.sort(key=lambda seq: seq.score, reverse=True)
+    return begun + [seq for seq in seqs if not seq.num_completion_tokens]
+
+
+def _logprobs_of(token_id: int, ranked: list[Candidate], number: int) -> LogprobsById:
+    token_ids, values = [one.token_id for one in ranked], [one.logprob for one in ranked]
+    place = token_ids.index(token_id)
+    return token_logprobs(token_id, values[place], place + 1, values[:number], token_ids[:number])
+
+
+def _write_hypotheses(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:
+    """Give the sequences the search's hypotheses; one that an abort ended may have fewer of them."""
+    hypotheses = group.beams.search.hypotheses()
+    for seq in group.seqs:
+        seq.token_ids = seq.prompt_token_ids
+    for seq, hypothesis in zip(group.seqs, hypotheses, strict=False):
+        seq.token_ids += hypothesis.token_ids
+        seq.cumulative_logprob, seq.score = hypothesis.cumulative_logprob, hypothesis.score
+        pairs = zip(hypothesis.token_ids, hypothesis.ranked, strict=False)
+        seq.logprobs = [_logprobs_of(token_id, ranked, seq.sampling_params.logprobs) for token_id, ranked in pairs]
+        if hypothesis.is_finished:
+            seq.finish_reason = finish_reason(seq)
+
+
+# A completion repeats itself if the tokens at its end have a period p: each of them equals the one p tokens before it.
+# vLLM's `repetition_detection` ends a completion in the same way, but compares all patterns again with every token.
+# Here a search also says how many more tokens any repetition lacks at the least: there is none to find before, so that
+# nearly every token costs a comparison of two numbers.
+MAX_PERIOD = 64  # tokens that are repeated as one
+MIN_REPEATS = 4
+MIN_TOKENS = 64  # of the repetition: what is shorter is often meant, such as a row of zeros or dashes
+
+
+def length_of(period: int) -> int:
+    """Tokens of this period, the first of them included, that are a repetition."""
+    return max(MIN_TOKENS, MIN_REPEATS * period)
+
+
+_LEAST = min(length_of(period) - period for period in range(1, MAX_PERIOD + 1))  # where nothing is repeated yet
+
+
+def tokens_missing(token_ids: list[int], start: int) -> int:
+    """How many more tokens could, at the earliest, make the end of `token_ids[start:]` a repetition; 0 if it is one."""
+    recent = token_ids[max(start, len(token_ids) - MAX_PERIOD - 1) :]
+    last, least = recent.pop() if recent else None, _LEAST
+    for period, token_id in enumerate(reversed(recent), 1):
+        if token_id == last:  # of other periods no token is repeated
+            needed = length_of(period) - period
+            least = min(least, needed - _num_repeated(token_ids, start, period, needed))
+    return least
+
+
+def _num_repeated(token_ids: list[int], start: int, period: int, enough: int) -> int:
+    """How many of the last tokens equal the one a period before them; it counts up to `enough`."""
+    end, first = len(token_ids) - 1, max(start + period, len(token_ids) - enough)
+    at = end
+    while at >= first and token_ids[at] == token_ids[at - period]:
+        at -= 1
+    return end - at

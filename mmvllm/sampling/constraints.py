@@ -1,21 +1,30 @@
-"""What may follow in a completion: constraints that clear bits in the mask of a row of logits.
+"""What may follow in a completion: constraints, which clear bits of a row's mask, and functions of the caller.
 
 A constraint that keeps state belongs to one sequence, and brings the state up to date in `restrict`. A preemption needs
 nothing from it: tokens are computed again, but not sampled again.
 """
 
+import inspect
+import os
 import secrets
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mmvllm.errors import RequestError
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.sequence import Constraint, Sequence
 
 NUM_REMEMBERED = 4  # of each kind: a request has the same ones for all its prompts
+_MAX_THREADS = 4  # that fill masks
+_ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
 
 class ConstraintFailed(RequestError):
@@ -145,3 +154,98 @@ def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
     alone, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
     # A space that is a token of its own, before the same tokens, adds nothing.
     return [ids for ids in (alone, spaced) if ids and not (ids is spaced and spaced[1:] == alone)]
+
+
+def apply_logits_processors(logits: Tensor, seq: Sequence) -> Tensor:
+    """The logits (V,) float32 after all of a sequence's `logits_processors`; raises ConstraintFailed where one fails.
+
+    A function takes (completion's token ids, logits) or (prompt's token ids, completion's token ids, logits), and
+    returns logits (V,), which may be those that it got, changed.
+    """
+    for function in seq.sampling_params.logits_processors:
+        try:
+            made = function(*_arguments(function, seq), logits)
+        except Exception as error:
+            raise _failed(f"{_name(function)} raised {error!r}") from None
+        if not _is_row(made, logits):
+            what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            required = f"a tensor {list(logits.shape)}, dense and of real numbers"
+            raise _failed(f"{_name(function)} returned {what}, must be {required}")
+        logits = made.to(logits.device, torch.float32)
+    return logits
+
+
+def _failed(reason: str) -> ConstraintFailed:
+    return ConstraintFailed(f"logits_processors: {reason}", param="logits_processors")
+
+
+def _is_row(made: Any, logits: Tensor) -> bool:
+    """Whether it can stand for the logits; not a tensor without values, a sparse one, or one of complex numbers."""
+    is_dense = isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta
+    return is_dense and made.shape == logits.shape and not made.is_complex()
+
+
+def _arguments(function: Callable, seq: Sequence) -> list[list[int]]:
+    takes_prompt = len(inspect.signature(function).parameters) == 3
+    return [seq.prompt_token_ids, seq.completion_token_ids] if takes_prompt else [seq.completion_token_ids]
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What may follow M of the sequences that get a token in a step.
+
+    Args:
+        seqs: M sequences.
+        places: (M,) int32, their rows of the step's logits.
+        allowed: (M, ceil(V / 32)) uint32, as in `kernels/token_mask.py`.
+        errors: why a sequence gets no token, by place; its request ends.
+    """
+
+    seqs: list[Sequence]
+    places: np.ndarray
+    allowed: np.ndarray
+    errors: dict[int, RequestError] = field(default_factory=dict)
+
+
+class PendingMasks:
+    """Masks that threads are filling."""
+
+    def __init__(self, masks: TokenMasks, parts: list[Future]):
+        self._masks, self._parts = masks, parts
+
+    def wait(self) -> TokenMasks:
+        for part in self._parts:
+            part.result()
+        return self._masks
+
+
+class MaskThreads:
+    """Fills masks while the model computes; a thread is started when it is first needed."""
+
+    def __init__(self, vocab_size: int):
+        self._num_words = -(-vocab_size // 32)
+        self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="mmvllm-masks")
+
+    def begin(self, places: np.ndarray, seqs: list[Sequence]) -> PendingMasks:
+        """Start to fill the masks of sequences whose logits will be in these rows."""
+        masks = TokenMasks(seqs, places.astype(np.int32), np.full((len(seqs), self._num_words), _ALL, np.uint32))
+        constrained = [i for i, seq in enumerate(seqs) if seq.constraints]
+        parts = [constrained[i :: self._num_threads] for i in range(self._num_threads)]
+        return PendingMasks(masks, [self._threads.submit(_fill, masks, part) for part in parts if part])
+
+
+def _fill(masks: TokenMasks, indices: list[int]) -> None:
+    for i in indices:
+        try:
+            for constraint in masks.seqs[i].constraints:
+                constraint.restrict(masks.seqs[i], masks.allowed[i])
+            if not masks.allowed[i].any():
+                raise ConstraintFailed("no token can follow: every token is forbidden")
+        except ConstraintFailed as error:
+            masks.allowed[i] = 0
+            masks.errors[int(masks.places[i])] = error.detached()

@@ -19,8 +19,7 @@ from mmvllm.kernels.penalties import count_tokens, penalize
 from mmvllm.kernels.sampling import sample
 from mmvllm.kernels.token_mask import mask_tokens
 from mmvllm.outputs import Logprob
-from mmvllm.sampling.constraints import ConstraintFailed
-from mmvllm.sampling.logits_processors import process
+from mmvllm.sampling.constraints import ConstraintFailed, MaskThreads, PendingMasks, TokenMasks, apply_logits_processors
 from mmvllm.sampling.prompt_logprobs import Reading, logprobs_of
 from mmvllm.sampling.sampling_states import (
     BEAM,
@@ -32,7 +31,6 @@ from mmvllm.sampling.sampling_states import (
     RESTRICTED,
     SamplingRows,
 )
-from mmvllm.sampling.token_masks import MaskThreads, PendingMasks, TokenMasks
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.output import Schedule
@@ -176,7 +174,7 @@ def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
     for seq, place in zip(masks.seqs, masks.places.tolist(), strict=True):
         if seq.sampling_params.logits_processors and place not in masks.errors:
             try:
-                logits[place] = process(logits[place].clone(), seq)
+                logits[place] = apply_logits_processors(logits[place].clone(), seq)
             except ConstraintFailed as error:
                 logits[place] = float("-inf")
                 masks.errors[place] = error.detached()

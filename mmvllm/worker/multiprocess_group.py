@@ -35,13 +35,39 @@ from mmvllm.worker.checkpoint import Checkpoint
 from mmvllm.worker.loading import load_runner
 from mmvllm.worker.model_runner import ModelRunner
 from mmvllm.worker.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
-from mmvllm.worker.thread_shares import THREAD_SHARES
 from mmvllm.worker.worker_group import Peers
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself
 REASON_SECONDS = 2.0  # for the system to tell that a process has ended
 POLL_SECONDS = 0.02
+
+
+class ThreadShares:
+    """How many threads torch computes with in this process while ranks in other processes share the CPU.
+
+    Of the shares of several engines the smallest counts; once none is left, this process has all threads again.
+    """
+
+    def __init__(self):
+        self._lock, self._whole, self._shares = threading.Lock(), 0, []
+
+    def take(self, num_ranks: int) -> int:
+        """The threads of each rank of an engine, from now on of this process too."""
+        with self._lock:
+            self._whole = self._whole if self._shares else torch.get_num_threads()
+            self._shares.append(max(1, self._whole // num_ranks))
+            torch.set_num_threads(min(self._shares))
+            return self._shares[-1]
+
+    def give_back(self, share: int) -> None:
+        """An engine has ended."""
+        with self._lock:
+            self._shares.remove(share)
+            torch.set_num_threads(min(self._shares, default=self._whole))
+
+
+THREAD_SHARES = ThreadShares()
 
 
 def start_runner(checkpoint: Checkpoint) -> ModelRunner:

@@ -6,9 +6,8 @@ from torch import nn
 
 from mmvllm.bench import measures, roofline
 from mmvllm.bench.costs import ModelCosts
-from mmvllm.bench.roofline import Machine, Roofline
+from mmvllm.bench.roofline import Machine, Roofline, StoredBytes
 from mmvllm.bench.runs import Run
-from mmvllm.bench.stored import StoredBytes
 from mmvllm.engine.stats import StepStats
 from mmvllm.layers.linear import Linear
 from mmvllm.outputs import CompletionOutput, RequestOutput

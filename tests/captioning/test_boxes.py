@@ -9,7 +9,7 @@ from PIL import Image
 from mmvllm.captioning import caption_images
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.captioning.report import write_report
-from mmvllm.cli.caption_summary import summarize
+from mmvllm.cli.caption_output import summarize
 from tests.helpers.captioning import many, records
 from tests.helpers.scripted import script
 

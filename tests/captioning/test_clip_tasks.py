@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.clips import clips_of
 from mmvllm.captioning.items import Item
 from mmvllm.captioning.loading import ItemLoader
 from mmvllm.captioning.output import Output
 from mmvllm.captioning.progress import Progress
 from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.captioning.worklist import Selection, Worklist, clips_of
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.clip import VideoInfo
 from mmvllm.processors.qwen_vl_utils import frame_indices

@@ -98,7 +98,7 @@ from contextlib import nullcontext
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-from mmvllm.cli.stopping import stopping
+from mmvllm.cli.caption import stopping
 from mmvllm.processes.signals import signals_deferred
 from mmvllm.processes.pool import WorkerPool
 from tests.helpers import tasks

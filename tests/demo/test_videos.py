@@ -17,9 +17,8 @@ from mmvllm.demo.conversation import Turn, to_request
 from mmvllm.demo.images import UploadError
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
-from mmvllm.demo.strip import MAX_FRAMES
 from mmvllm.demo.uploads import Uploads
-from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
+from mmvllm.demo.videos import STRIP_FRAMES, ClipOptions, ClipRules, UploadedVideo, is_video, why_no_videos
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ParameterError
 from mmvllm.media.decoding import MediaDecoder
@@ -89,7 +88,7 @@ def test_the_strip_has_a_few_of_the_frames_that_the_model_sees(engine, decoder, 
         taken = rules.plan(OPTIONS.of_clips._replace(fps=fps)).frame_indices(video.info)
         assert len(taken) == rules.num_frames(video.info, OPTIONS.of_clips._replace(fps=fps))
         assert {*video.indices} <= {*taken} and (video.indices[0], video.indices[-1]) == (taken[0], taken[-1])
-        assert len(video.strip) == min(len(taken), MAX_FRAMES)
+        assert len(video.strip) == min(len(taken), STRIP_FRAMES)
     assert many.strip[1][0] == many.indices[1] / 8  # seconds
     assert all(data.startswith("data:image/jpeg;base64,") for _, data in many.strip)
 

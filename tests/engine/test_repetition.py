@@ -6,8 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
-from mmvllm.engine.output_processor import OutputProcessor
-from mmvllm.engine.repetition import MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, length_of, tokens_missing
+from mmvllm.engine.output_processor import (
+    MAX_PERIOD,
+    MIN_REPEATS,
+    MIN_TOKENS,
+    OutputProcessor,
+    length_of,
+    tokens_missing,
+)
 from mmvllm.scheduler.sequence import FinishReason, Sequence
 from tests.helpers.ahead import PROMPTS
 from tests.helpers.engines import assert_idle, begin_together

@@ -3,8 +3,8 @@
 import os
 import signal
 
-from mmvllm.captioning.engine_process import exchange
 from mmvllm.captioning.items import Item
+from mmvllm.captioning.process_source import exchange
 
 
 def exchange_unless_poisonous(items: list[tuple[int, Item]], is_stopped: bool, seconds: float):
