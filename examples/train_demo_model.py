@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from mmvllm.kernels.normalize import normalize
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768

@@ -10,7 +10,7 @@ from mmvllm.errors import RequestError, VideoError
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaError, MediaPolicy
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
-from mmvllm.processors.video import ClipPlan
+from mmvllm.processors.videos.processor import ClipPlan
 from tests.helpers import tasks
 from tests.helpers.videos import make_clip, make_sound
 

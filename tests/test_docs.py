@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from mmvllm.captioning.output import FORMATS
+from mmvllm.captioning.outputs.output import FORMATS
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.presets import PRESETS
-from mmvllm.captioning.record import COLUMNS
 from mmvllm.server.protocol import ChatRequest, CompletionRequest
 from mmvllm.server.responses_request import ResponsesRequest
 from mmvllm.server.run import SEND_SECONDS

@@ -16,7 +16,7 @@ from mmvllm import AsyncLLM
 from mmvllm.captioning import caption_images
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import ImageError, RequestError
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.helpers.async_engines import OPTIONS, wait_until
 from tests.helpers.requests import ask
 

@@ -10,8 +10,8 @@ from PIL import Image
 from mmvllm import Box, Point, SamplingParams
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.image import SourceGeometry
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.processor import SourceGeometry
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.scripted import script
 from tests.helpers.shapes import SHAPES

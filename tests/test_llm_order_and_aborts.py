@@ -8,7 +8,7 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 from tests.helpers.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

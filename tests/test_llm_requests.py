@@ -16,7 +16,7 @@ from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
 from mmvllm.entrypoints.intake import Intake
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.chat.requests import parse_request
 from tests.helpers.images import encode
 from tests.helpers.requests import ask, noise_image
 

@@ -18,9 +18,9 @@ MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SO
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OF_EXTRAS = (  # modules that need an optional extra
-    "mmvllm.captioning.endpoint",
-    "mmvllm.captioning.ray_source",
-    "mmvllm.captioning.ray_worker",
+    "mmvllm.captioning.jobs.endpoint",
+    "mmvllm.captioning.jobs.ray_source",
+    "mmvllm.captioning.jobs.ray_worker",
     "mmvllm.demo.",
     "mmvllm.media.http_fetching",
     "mmvllm.server.",
@@ -95,8 +95,8 @@ importlib.machinery.PathFinder.find_spec = lambda name, *args: (
 for name in sys.argv[1:]:
     importlib.import_module(name)
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
-import mmvllm.processors.image
-print(mmvllm.processors.image.__file__)
+import mmvllm.processors.images.processor
+print(mmvllm.processors.images.processor.__file__)
 """
     modules = [name for name in MODULES if not name.startswith(OF_EXTRAS)]
     assert len(modules) > 60

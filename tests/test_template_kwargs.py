@@ -14,7 +14,7 @@ from mmvllm.demo.conversation import Options, Turn
 from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
-from mmvllm.processors.load_video import DIRECT
+from mmvllm.processors.videos.load import DIRECT
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, make_app, png

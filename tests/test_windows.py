@@ -10,7 +10,7 @@ from pathlib import Path, PureWindowsPath
 
 import pytest
 
-from mmvllm.captioning import names
+from mmvllm.captioning.sources import names
 from tests.helpers.captioning import recorded, records, until
 from tests.helpers.requests import noise_image
 

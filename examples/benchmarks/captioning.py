@@ -197,7 +197,7 @@ def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
     from mmvllm.config import EngineConfig
     from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config, load_image_config
-    from mmvllm.processors.bounds import pixel_bounds
+    from mmvllm.processors.images.bounds import pixel_bounds
 
     folder, device = resolve_folder(args.model), EngineConfig().resolve_device()
     tokenizer, images = AutoTokenizer.from_pretrained(folder), load_image_config(folder)

@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from PIL import Image
 
-from mmvllm.captioning.files import FILE_FORMATS
+from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.cli.common import at_least_one
 from mmvllm.cli.main import main as mmvllm
 

@@ -27,9 +27,9 @@ from mmvllm.bench.reference import decoded, image_processor
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
-from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.image import ImageProcessor, draft_for
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.bounds import pixel_bounds
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.processor import ImageProcessor, draft_for
 
 Way = Callable[[bytes], object]
 

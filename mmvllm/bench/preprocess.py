@@ -20,8 +20,8 @@ from mmvllm.inputs import Grid
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config
 from mmvllm.processes.pool import WorkerPool
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig
 
 FORMATS = ("jpeg", "png", "webp")
 

@@ -19,9 +19,9 @@ from mmvllm.bench.workload import smooth_noise
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_media_configs
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.video import ClipPlan, Resize, resize_frame, resized_to
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.load import load_video, load_video_info
+from mmvllm.processors.videos.processor import ClipPlan, Resize, resize_frame, resized_to
 
 SECONDS, FPS, SIZE, GOP = 20, 30, (1280, 720), 60  # of the generated clip
 NUM_CLIPS, OUTPUT_TOKENS = 4, 33  # of the engine's run

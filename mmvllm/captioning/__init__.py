@@ -6,11 +6,11 @@ _EXPORTS = {
     "caption_images": "mmvllm.captioning.run",
     "CaptionRun": "mmvllm.captioning.run",
     "CaptionSettings": "mmvllm.captioning.settings",
-    "EndpointOptions": "mmvllm.captioning.endpoint_options",
+    "EndpointOptions": "mmvllm.captioning.jobs.endpoint_options",
     "JobError": "mmvllm.captioning.errors",
     "PRESETS": "mmvllm.captioning.presets",
     "PRESET_SCHEMAS": "mmvllm.captioning.presets",
-    "RayOptions": "mmvllm.captioning.ray_options",
+    "RayOptions": "mmvllm.captioning.jobs.ray_options",
 }
 __all__ = [*_EXPORTS]
 

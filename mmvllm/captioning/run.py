@@ -7,22 +7,22 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mmvllm.captioning.captioner import Captioner
-from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
-from mmvllm.captioning.engine_worker import EngineSpec
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.files import FILE_FORMATS
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.index import Index
-from mmvllm.captioning.loading import ItemLoader
-from mmvllm.captioning.output import Output
-from mmvllm.captioning.process_source import ProcessSource
-from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.ray_options import RayOptions
-from mmvllm.captioning.record import fitting
+from mmvllm.captioning.jobs.captioner import Captioner
+from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
+from mmvllm.captioning.jobs.engine_worker import EngineSpec
+from mmvllm.captioning.jobs.process_source import ProcessSource
+from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.jobs.ray_options import RayOptions
+from mmvllm.captioning.jobs.worklist import Selection, Worklist
+from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
+from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.outputs.record import fitting
 from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
-from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.loading import ItemLoader
+from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.config import EngineConfig
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.errors import ArgumentError
@@ -31,7 +31,7 @@ from mmvllm.parallel.placement import Placement, place_engines
 from mmvllm.utils.arguments import check_int
 
 if TYPE_CHECKING:
-    from mmvllm.captioning.endpoint import Endpoint
+    from mmvllm.captioning.jobs.endpoint import Endpoint
 
 
 def caption_images(
@@ -71,7 +71,8 @@ def caption_images(
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
         llm: an engine to use, which stays open; without one, an engine is made from `model` and `engine_args`.
         output: the file to record in; None records nothing.
-        format: a name in `mmvllm.captioning.output.FORMATS`, "jsonl" say; by default it follows the suffix of `output`.
+        format: a name in `mmvllm.captioning.outputs.output.FORMATS`, "jsonl" say; by default the suffix of `output`
+            decides.
         output_dir: where formats with a file per image write; None is beside the images.
         caption_extension: the suffix of the caption files of the format "txt", ".caption" say; by default ".txt".
         overwrite, append_anyway: replace an output, or add to one that was made with other settings.
@@ -130,12 +131,12 @@ def caption_images(
         spec = EngineSpec(job, model, engine_args, workers, worker_processes, timeouts)
         places = _places(data_parallel_size, engine_args)
         if ray is not None:
-            from mmvllm.captioning.ray_source import RaySource  # here, because Ray is an optional dependency
+            from mmvllm.captioning.jobs.ray_source import RaySource  # here, because Ray is an optional dependency
 
             source = RaySource(spec, selection, out.files, ordered, ray, out.earlier)
             stack.callback(source.close)
         elif server is not None:
-            from mmvllm.captioning.endpoint_source import EndpointSource  # here, because httpx is optional
+            from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # here, because httpx is optional
 
             source = EndpointSource(server, job, loader, endpoint.concurrency, workers, ordered)
         elif len(places) > 1:

@@ -10,17 +10,17 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.captioning.context import check_context
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.objects import schema_text
+from mmvllm.captioning.json_captions import schema_text
+from mmvllm.captioning.multi_prompt import NamedPrompt, named_prompts
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
-from mmvllm.captioning.several import NamedPrompt, named_prompts
+from mmvllm.captioning.sources.context import check_context
+from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
-from mmvllm.processors.bounds import pixel_bounds
-from mmvllm.processors.clip import DEFAULT_FPS, MAX_FPS
+from mmvllm.processors.chat.template_kwargs import check_template_kwargs
 from mmvllm.processors.digest import digest_of
-from mmvllm.processors.load import MAX_SOURCE_PIXELS
-from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.processors.images.bounds import pixel_bounds
+from mmvllm.processors.images.load import MAX_SOURCE_PIXELS
+from mmvllm.processors.videos.clip import DEFAULT_FPS, MAX_FPS
 from mmvllm.sampling_params import MAX_COMPLETIONS, SamplingParams
 from mmvllm.utils.arguments import is_number
 

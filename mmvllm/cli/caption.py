@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmvllm.captioning.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.errors import explained
-from mmvllm.captioning.files import FILE_FORMATS
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.output import FORMATS, check_output
+from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
+from mmvllm.captioning.outputs.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from mmvllm.captioning.sources.context import MODES as CONTEXT_MODES
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
 from mmvllm.cli.checks import check, tell_if_bundled
 from mmvllm.cli.common import (
@@ -36,8 +36,8 @@ from mmvllm.processes.signals import ended_by_second_signal
 from mmvllm.utils.text import parse_json
 
 if TYPE_CHECKING:
-    from mmvllm.captioning.endpoint_options import EndpointOptions
-    from mmvllm.captioning.ray_source import RayOptions
+    from mmvllm.captioning.jobs.endpoint_options import EndpointOptions
+    from mmvllm.captioning.jobs.ray_source import RayOptions
     from mmvllm.captioning.run import CaptionRun
 
 # Arguments that are passed to `caption_images` under the same names.
@@ -343,7 +343,7 @@ def run(args: argparse.Namespace) -> int:
     if args.progress != "none":
         print(as_lines(summary), file=sys.stderr)
     if args.report is not None:
-        from mmvllm.captioning.report import write_report
+        from mmvllm.captioning.outputs.report import write_report
 
         try:
             title, timeouts = f"Captions in {job.output.path.name}", Timeouts(args.image_timeout, args.video_timeout)
@@ -365,7 +365,7 @@ def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
     settings = CaptionSettings(**prompts, **{name: getattr(args, name) for name in names})
     check_output(settings, args.output, **{name: getattr(args, name) for name in OUTPUT_OPTIONS})
     if args.report is not None:
-        from mmvllm.captioning.report import check_place
+        from mmvllm.captioning.outputs.report import check_place
 
         check_place(args.report)
         if args.output is None and args.format not in FILE_FORMATS:
@@ -381,7 +381,7 @@ def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
             options = ", ".join(option_name(name) for name, own in names.items() if own in given)
             raise ValueError(f"{options} needs --endpoint")
         return None
-    from mmvllm.captioning.endpoint_options import EndpointOptions, check_endpoint
+    from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
 
     if args.executor == "ray":
         raise ValueError("--executor ray makes engines of its own; leave it out with --endpoint")
@@ -399,7 +399,7 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
             raise ValueError("--data-parallel-size is for --executor local; with Ray give --actors")
         if find_spec("ray") is None:
             raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
-        from mmvllm.captioning.ray_options import RayOptions
+        from mmvllm.captioning.jobs.ray_options import RayOptions
 
         return RayOptions(**given)
     if given:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
-from mmvllm.captioning.several import shown_captions
+from mmvllm.captioning.multi_prompt import shown_captions
 from mmvllm.processors.download import without_login
 from mmvllm.utils.text import printable
 
 if TYPE_CHECKING:
-    from mmvllm.captioning.progress import Progress
+    from mmvllm.captioning.jobs.progress import Progress
     from mmvllm.captioning.run import CaptionRun
 
 MOST = 10  # names in a row of counts

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.processors.chat.template_kwargs import check_template_kwargs
 from mmvllm.utils.arguments import MAX_SECONDS
 from mmvllm.utils.text import parse_json
 

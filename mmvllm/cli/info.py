@@ -128,8 +128,8 @@ def _images(folder, config) -> str:
 
 def _videos(folder, config) -> str:
     from mmvllm.models.registry import family_of, load_media_configs
-    from mmvllm.processors.clip import VideoInfo
-    from mmvllm.processors.video import ClipPlan
+    from mmvllm.processors.videos.clip import VideoInfo
+    from mmvllm.processors.videos.processor import ClipPlan
 
     if config.vision is None:
         return "none: this checkpoint is text-only"

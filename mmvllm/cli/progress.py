@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from mmvllm.captioning.progress import Progress
+from mmvllm.captioning.jobs.progress import Progress
 from mmvllm.utils.text import counted
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import RequestOutput
-from mmvllm.processors.clip import DEFAULT_FPS
-from mmvllm.processors.parts import check_numbers
+from mmvllm.processors.chat.parts import check_numbers
+from mmvllm.processors.videos.clip import DEFAULT_FPS
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.utils.text import shown
 

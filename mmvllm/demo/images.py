@@ -11,9 +11,9 @@ from PIL import Image
 from mmvllm.errors import MediaFileError, RequestError
 from mmvllm.media.policy import MediaError
 from mmvllm.processes.pool import WorkersUnusable
-from mmvllm.processors.draft import Draft, source_size
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.images.draft import Draft, source_size
+from mmvllm.processors.images.processor import ImageProcessorConfig
+from mmvllm.processors.videos.load import Load
 
 SMALLEST = Draft(max_pixels=1, min_side=1)
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.unread import UnreadResults
 from mmvllm.demo.uploads import Uploads, process_uploads
 from mmvllm.demo.videos import SUFFIXES, ClipOptions, why_no_videos
-from mmvllm.processors.load_video import DIRECT
+from mmvllm.processors.videos.load import DIRECT
 from mmvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

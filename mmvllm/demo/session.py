@@ -30,7 +30,7 @@ from mmvllm.demo.videos import ClipOptions, ClipRules, UploadedVideo, is_video, 
 from mmvllm.media.decoding import NUM_VIDEO_WORKERS, MediaDecoder
 from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.processes.pool import NUM_WORKERS
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 
 if TYPE_CHECKING:
     from mmvllm.entrypoints.async_llm import AsyncLLM

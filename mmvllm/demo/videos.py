@@ -19,12 +19,12 @@ from mmvllm.demo.images import UploadError, decoded
 from mmvllm.errors import VideoError
 from mmvllm.inputs import Media, MediaRules
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.chat import tokenize
-from mmvllm.processors.clip import DEFAULT_FPS, Clip, VideoInfo
-from mmvllm.processors.load_video import Load
-from mmvllm.processors.parts import check_numbers
+from mmvllm.processors.chat.parts import check_numbers
+from mmvllm.processors.chat.processor import tokenize
 from mmvllm.processors.placeholders import Encode, expansion_of
-from mmvllm.processors.video import ClipPlan, Resize, VideoProcessorConfig, shrunk
+from mmvllm.processors.videos.clip import DEFAULT_FPS, Clip, VideoInfo
+from mmvllm.processors.videos.load import Load
+from mmvllm.processors.videos.processor import ClipPlan, Resize, VideoProcessorConfig, shrunk
 from mmvllm.utils.text import counted
 
 if TYPE_CHECKING:

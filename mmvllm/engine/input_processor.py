@@ -15,7 +15,7 @@ from mmvllm.errors import ParameterError, PromptTooLong, RequestError
 from mmvllm.inputs import EngineInput, MediaRules
 from mmvllm.lora.adapters import Adapter
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.chat import tokenize
+from mmvllm.processors.chat.processor import tokenize
 from mmvllm.processors.tensors import input_from_tensors, own_token_ids
 from mmvllm.sampling.constraints import ConstraintFactory, check_in_vocabulary
 from mmvllm.sampling.grammar import GrammarCompiler, MaskTime

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mmvllm.config import ModelConfig
-from mmvllm.processors.special_tokens import splitting
+from mmvllm.processors.chat.special_tokens import splitting
 from mmvllm.utils.patterns import PatternError, check_repeats_no_choice
 from mmvllm.utils.text import beginning_of, check_file_size, load_json, printable, read_text
 

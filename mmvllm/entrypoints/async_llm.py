@@ -61,7 +61,7 @@ from mmvllm.outputs import Delta, EmbeddingOutput
 from mmvllm.parallel.data_parallel import EngineFleet
 from mmvllm.parallel.dispatcher import Dispatcher
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 from mmvllm.sampling.grammar_matcher import TakesLonger
 from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.structured.params import StructuredOutputsParams

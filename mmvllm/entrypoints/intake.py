@@ -27,15 +27,15 @@ from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
 from mmvllm.media.policy import Kind
 from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
 from mmvllm.processes.signals import wait_until
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.hf_processor import ForeignProcessor
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
-from mmvllm.processors.load_video import Load
-from mmvllm.processors.parts import plain_processor_kwargs
-from mmvllm.processors.requests import media_kinds, parse_request
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.parts import plain_processor_kwargs
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.chat.requests import media_kinds, parse_request
+from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig
 from mmvllm.processors.tensors import own_token_ids
-from mmvllm.processors.video import VideoProcessor, VideoProcessorConfig
-from mmvllm.processors.video_backends import load_with
+from mmvllm.processors.videos.backends import load_with
+from mmvllm.processors.videos.load import Load
+from mmvllm.processors.videos.processor import VideoProcessor, VideoProcessorConfig
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.utils.text import counted
 

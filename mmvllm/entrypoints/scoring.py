@@ -9,7 +9,7 @@ from mmvllm.entrypoints.intake import Prefetcher, Prepared, naming_request, requ
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput, MediaRules, continued
 from mmvllm.outputs import ContinuationScore, RequestOutput, ScoreOutput
-from mmvllm.processors.chat import tokenize
+from mmvllm.processors.chat.processor import tokenize
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.utils.text import counted, shown
 

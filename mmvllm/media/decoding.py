@@ -15,14 +15,14 @@ from mmvllm.media.policy import MediaPolicy
 from mmvllm.processes.pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
 from mmvllm.processes.worker import reserve_in_parent
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
-from mmvllm.processors.clip import Clip
-from mmvllm.processors.draft import Draft, source_size, with_source_size
-from mmvllm.processors.pixels import orientation_of, with_orientation
+from mmvllm.processors.images.draft import Draft, source_size, with_source_size
+from mmvllm.processors.images.pixels import orientation_of, with_orientation
+from mmvllm.processors.videos.clip import Clip
 from mmvllm.utils.memory_limit import memory_limit, return_freed_memory
 
 if TYPE_CHECKING:
-    from mmvllm.processors.load_video import Load
-    from mmvllm.processors.video import ClipPlan
+    from mmvllm.processors.videos.load import Load
+    from mmvllm.processors.videos.processor import ClipPlan
 
 # What a process may allocate beyond what its task reserves: Pillow and FFmpeg take memory when they open a file.
 IMAGE_BYTES, OPENED_BYTES_PER_PIXEL = 256 * MiB, 8  # of a WebP image, two canvases
@@ -56,7 +56,7 @@ class MediaDecoder:
         They raise MediaError, ImageError, VideoError and RequestError as `MediaPolicy.load` and `load_video` do, and
         ImageError or VideoError for what takes longer than `image_timeout` or `video_timeout`, or ends its process.
         """
-        from mmvllm.processors.load_video import Load  # loads torch, which processes for images do without
+        from mmvllm.processors.videos.load import Load  # loads torch, which processes for images do without
 
         is_over = threading.Event()
         try:
@@ -115,7 +115,7 @@ def _start_video(policy: MediaPolicy) -> None:
 
 def import_video_decoders() -> None:
     """Import what decodes videos now, so that the first one has its time and memory."""
-    for name in ("mmvllm.processors.load_video", "av"):
+    for name in ("mmvllm.processors.videos.load", "av"):
         with suppress(ImportError):
             import_module(name)
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from mmvllm.media.policy import MAX_URL_LENGTH, Kind, MediaError, MediaPolicy
 from mmvllm.processors.download import without_login
-from mmvllm.processors.load import decode_data_uri
+from mmvllm.processors.images.load import decode_data_uri
 from mmvllm.utils.text import with_article
 
 _EXAMPLES = {"image": "image/png", "video": "video/mp4"}

@@ -12,17 +12,17 @@ from PIL import Image
 
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DECODING, VIDEO_DECODING
-from mmvllm.processors.clip import Clip
-from mmvllm.processors.decode import Reserve
-from mmvllm.processors.draft import Draft
-from mmvllm.processors.load import MAX_SOURCE_PIXELS, load_image
-from mmvllm.processors.video_limits import VideoLimits
+from mmvllm.processors.images.decode import Reserve
+from mmvllm.processors.images.draft import Draft
+from mmvllm.processors.images.load import MAX_SOURCE_PIXELS, load_image
+from mmvllm.processors.videos.clip import Clip
+from mmvllm.processors.videos.limits import VideoLimits
 from mmvllm.utils.text import with_article
 
 MAX_URL_LENGTH = 8192  # characters, but for data URIs
 
 if TYPE_CHECKING:
-    from mmvllm.processors.video import ClipPlan
+    from mmvllm.processors.videos.processor import ClipPlan
 
 # The formats that browsers show and clients and phones send; HEIF needs the extra `heif`. Pillow reads more, some of
 # them in slow Python loops that a few bytes of input can keep running for a long time.
@@ -138,8 +138,8 @@ class MediaPolicy:
         Raises MediaError as `load` does, VideoError for what is no video in `VIDEO_CONTAINERS`, `VIDEO_CODECS` and
         `FORMATS` within the limits, and RequestError as the plan does.
         """
-        from mmvllm.processors.frame_list import clip_of  # loads torch, which processes for images do without
-        from mmvllm.processors.load_video import load_video
+        from mmvllm.processors.videos.frame_list import clip_of  # loads torch, which processes for images do without
+        from mmvllm.processors.videos.load import load_video
 
         self.check("video", data)
         if isinstance(data, list):
@@ -148,7 +148,7 @@ class MediaPolicy:
 
     @property
     def video_limits(self) -> VideoLimits:
-        """Of encoded videos, for `mmvllm.processors.load_video`."""
+        """Of encoded videos, for `mmvllm.processors.videos.load`."""
         return VideoLimits(
             VIDEO_CONTAINERS, VIDEO_CODECS, FORMATS, self.max_pixels, self.max_video_pixels, self.max_video_seconds
         )

@@ -24,8 +24,8 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.batch import Batch
 from mmvllm.models.vision import PatchLayout
 from mmvllm.processes.ranks import SINGLE, Operation, Ranks
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessorConfig
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 
 class Model(nn.Module, ABC):

@@ -12,8 +12,8 @@ from mmvllm.utils.text import beginning_of, printable
 
 if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
     from mmvllm.models.interface import ModelFamily
-    from mmvllm.processors.image import ImageProcessorConfig
-    from mmvllm.processors.video import VideoProcessorConfig
+    from mmvllm.processors.images.processor import ImageProcessorConfig
+    from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 # Architecture -> the package whose FAMILY serves it.
 FAMILIES = {

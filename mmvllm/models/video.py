@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.image import FRAME, smart_resize
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import FRAME, smart_resize
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 
 @dataclass(frozen=True, slots=True)

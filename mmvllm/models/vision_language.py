@@ -25,8 +25,8 @@ from mmvllm.models.splitting import rank_config
 from mmvllm.models.video import VIDEO_DEFAULTS
 from mmvllm.models.vision import PatchLayout
 from mmvllm.processes.ranks import SINGLE, Operation, Ranks
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessorConfig
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 # Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
 IMAGE_DEFAULTS = ImageProcessorConfig(

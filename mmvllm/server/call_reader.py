@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, collect_calls, read_arguments
+from mmvllm.processors.chat.tool_calls import CallPiece, FunctionCall, ToolCallParser, collect_calls, read_arguments
 from mmvllm.server.tools import ToolUse
 from mmvllm.utils.text import with_whole_characters
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import END, CallPiece, FunctionCall
+from mmvllm.processors.chat.tool_calls import END, CallPiece, FunctionCall
 from mmvllm.server.call_reader import CallReader, CustomCall
 from mmvllm.server.response_builder import (
     FINISH_REASONS,

@@ -16,7 +16,7 @@ from mmvllm.entrypoints.tracing import trace_headers_of
 from mmvllm.errors import RequestFailed
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.outputs import Delta, num_logprobs
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 from mmvllm.server.disconnects import CLIENT_DISCONNECTED, ClientDisconnected, while_connected
 from mmvllm.server.errors import ApiError, engine_errors, internal_error
 from mmvllm.server.jobs import CompletionJob

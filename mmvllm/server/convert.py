@@ -7,7 +7,7 @@ from typing import Any
 
 from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.image import LOW_TOKENS, ImageProcessorConfig
+from mmvllm.processors.images.processor import LOW_TOKENS, ImageProcessorConfig
 from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams, with_defaults
 from mmvllm.server.embedding_response import VectorEncoding
 from mmvllm.server.errors import ApiError

@@ -17,7 +17,7 @@ from mmvllm.entrypoints.intake import as_request
 from mmvllm.media.fetching import fetch
 from mmvllm.media.policy import MAX_URL_LENGTH, Kind, MediaError
 from mmvllm.pooling_params import PoolingParams
-from mmvllm.processors.length_limit import LengthLimit, Truncation
+from mmvllm.processors.chat.length_limit import LengthLimit, Truncation
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server import convert
 from mmvllm.server.chat_builder import ChatResponseBuilder

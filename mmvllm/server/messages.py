@@ -20,10 +20,10 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from mmvllm.processors import qwen_vl_utils
-from mmvllm.processors.clip import MAX_FPS, MIN_FPS
-from mmvllm.processors.parts import PROCESSOR_KEYS, THOUGHTS, as_part_of_chats
-from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.processors.chat.parts import PROCESSOR_KEYS, THOUGHTS, as_part_of_chats
+from mmvllm.processors.chat.tools import MAX_TOOLS
+from mmvllm.processors.videos import qwen_vl_utils
+from mmvllm.processors.videos.clip import MAX_FPS, MIN_FPS
 from mmvllm.server.errors import ApiError
 
 INT64 = 2**63

@@ -8,8 +8,8 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.parts import plain_processor_kwargs
-from mmvllm.processors.template_kwargs import check_template_kwargs
+from mmvllm.processors.chat.parts import plain_processor_kwargs
+from mmvllm.processors.chat.template_kwargs import check_template_kwargs
 from mmvllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from mmvllm.server.messages import INT64, Ignored, Message, Rate, Size, StrictModel, Unsupported
 from mmvllm.server.structured import StructuredFields

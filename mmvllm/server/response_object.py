@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mmvllm.outputs import Delta, LogprobsById
-from mmvllm.processors.tool_calls import CallPiece, FunctionCall
+from mmvllm.processors.chat.tool_calls import CallPiece, FunctionCall
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.call_reader import CallReader, CustomCall
 from mmvllm.server.errors import ApiError

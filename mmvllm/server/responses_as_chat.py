@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from mmvllm.processors.tools import MAX_TOOLS, arguments_as_text
+from mmvllm.processors.chat.tools import MAX_TOOLS, arguments_as_text
 from mmvllm.server.errors import ApiError, explain
 from mmvllm.server.messages import ImageSizes
 from mmvllm.server.protocol import ChatRequest, SamplingRequest

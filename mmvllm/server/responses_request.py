@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from mmvllm.processors.parts import refusal_as_text
-from mmvllm.processors.tools import MAX_TOOLS
+from mmvllm.processors.chat.parts import refusal_as_text
+from mmvllm.processors.chat.tools import MAX_TOOLS
 from mmvllm.server.messages import (
     CONTENT,
     OPTIONS,

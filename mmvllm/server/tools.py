@@ -11,9 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Discriminator, 
 from pydantic_core import PydanticCustomError
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.tool_calls import END
-from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
-from mmvllm.processors.tools import MAX_TOOLS, NAME, check_parameters
+from mmvllm.processors.chat.tool_calls import END
+from mmvllm.processors.chat.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
+from mmvllm.processors.chat.tools import MAX_TOOLS, NAME, check_parameters
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import Flag, OpenModel, StrictModel, tag_by

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from mmvllm.processors import qwen_vl_utils
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.videos import qwen_vl_utils
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 from mmvllm.server.errors import ApiError
 from mmvllm.server.messages import VideoOptions, VideoPart, options_of, parts_of
 from mmvllm.server.protocol import ChatPrompt, ProcessorKwargs

@@ -9,8 +9,8 @@ from mmvllm.config import EngineConfig, ModelConfig
 from mmvllm.inputs import MediaRules
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import family_of, load_config, load_media_configs
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessorConfig
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.lora.device_adapters import DeviceAdapters
 from mmvllm.models.interface import Model
 from mmvllm.processes.ranks import SINGLE, Operation, Ranks
-from mmvllm.processors.image import ImageProcessorConfig
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessorConfig
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 from mmvllm.sampling.prompt_logprobs import Reading, slice_sizes, take_part
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.stopwatch import Stopwatch

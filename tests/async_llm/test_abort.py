@@ -8,8 +8,8 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import DeadlineExceeded
-from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.videos.load import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,

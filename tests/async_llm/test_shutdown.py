@@ -9,7 +9,7 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.entrypoints import async_llm
 from mmvllm.errors import EngineFailed, EngineStopped, RequestFailed
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,

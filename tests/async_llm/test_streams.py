@@ -11,7 +11,7 @@ from mmvllm import SamplingParams
 from mmvllm.engine.output_processor import MAX_HELD
 from mmvllm.entrypoints import async_llm
 from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestError, RequestFailed
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 from tests.helpers.async_engines import (
     LONG,
     QUESTION,

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import endpoint, loading
-from mmvllm.captioning import walk as walk_module
+from mmvllm.captioning.jobs import endpoint
+from mmvllm.captioning.sources import loading
+from mmvllm.captioning.sources import walk as walk_module
 from mmvllm.processors.budget import VIDEO_DECODING
 from tests.helpers.captioning import SERVER, TINY, Done, Run, many
 from tests.helpers.needs import allowed, needs

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from mmvllm.captioning import caption_images
+from mmvllm.captioning.outputs.report import write_report
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
-from mmvllm.captioning.report import write_report
 from mmvllm.cli.caption_output import summarize
 from tests.helpers.captioning import many, records
 from tests.helpers.scripted import script

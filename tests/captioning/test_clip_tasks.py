@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.loading import ItemLoader
-from mmvllm.captioning.output import Output
-from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.worklist import Selection, Worklist, clips_of
+from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.jobs.worklist import Selection, Worklist, clips_of
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.outputs.record import COLUMNS
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.errors import ArgumentError
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.qwen_vl_utils import frame_indices
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.qwen_vl_utils import frame_indices
 from tests.helpers.videos import make_clip
 from tests.helpers.worklists import opened
 

@@ -10,12 +10,13 @@ import pytest
 from PIL import Image
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import caption_images, worklist
-from mmvllm.captioning.progress import kind_of_failure
-from mmvllm.captioning.record import COLUMNS, OF_CLIPS
+from mmvllm.captioning import caption_images
+from mmvllm.captioning.jobs import worklist
+from mmvllm.captioning.jobs.progress import kind_of_failure
+from mmvllm.captioning.outputs.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.budget import DECODING
-from mmvllm.processors.load_video import load_video_info
+from mmvllm.processors.videos.load import load_video_info
 from tests.helpers.finding import make_tar
 from tests.helpers.requests import noise_image
 from tests.helpers.videos import make_clip, moving

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings, JobError
-from mmvllm.captioning import journal as journal_module
 from mmvllm.captioning.errors import explained
-from mmvllm.captioning.journal import Journal
-from mmvllm.captioning.output import Output
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.outputs import journal as journal_module
+from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import all_but_the_last, by_name, recorded, until
 from tests.helpers.worklists import record_all

@@ -16,9 +16,9 @@ from PIL import Image
 
 from mmvllm import LLM
 from mmvllm.captioning import EndpointOptions, caption_images
-from mmvllm.captioning import endpoint as endpoint_module
-from mmvllm.captioning.endpoint_source import data_uri
 from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.jobs import endpoint as endpoint_module
+from mmvllm.captioning.jobs.endpoint_source import data_uri
 from mmvllm.cli.main import main
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ArgumentError

@@ -6,11 +6,11 @@ from itertools import islice
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import walk as walk_module
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.names import SUFFIXES
-from mmvllm.processors.load import load_image
+from mmvllm.captioning.sources import walk as walk_module
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.names import SUFFIXES
+from mmvllm.processors.images.load import load_image
 from tests.helpers.finding import errors, put, relatives
 from tests.helpers.requests import noise_image
 

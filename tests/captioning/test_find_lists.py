@@ -9,10 +9,10 @@ from itertools import islice
 
 import pytest
 
-from mmvllm.captioning import lists as lists_module
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.lists import MAX_LENGTHS
+from mmvllm.captioning.sources import lists as lists_module
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.lists import MAX_LENGTHS
 from tests.helpers.finding import put, relatives
 
 DATA = "data:image/png;base64,iVBORw0K"

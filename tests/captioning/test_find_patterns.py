@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.tars import TarMember
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.tars import TarMember
 from tests.helpers.finding import put, relatives
 
 

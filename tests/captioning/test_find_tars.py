@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.captioning import tars
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.names import MAX_PATH
-from mmvllm.captioning.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
-from mmvllm.processors.load import load_image
+from mmvllm.captioning.sources import tars
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.names import MAX_PATH
+from mmvllm.captioning.sources.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
+from mmvllm.processors.images.load import load_image
 from tests.helpers.finding import errors, make_tar, put, relatives
 from tests.helpers.requests import noise_image
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmvllm.captioning import tars
-from mmvllm.captioning.counts import Counts
-from mmvllm.captioning.find import find_items
+from mmvllm.captioning.sources import tars
+from mmvllm.captioning.sources.counts import Counts
+from mmvllm.captioning.sources.find import find_items
 from tests.helpers.finding import make_tar, put
 
 

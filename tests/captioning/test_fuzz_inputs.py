@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmvllm.captioning.find import find_items
-from mmvllm.captioning.items import Item
+from mmvllm.captioning.sources.find import find_items
+from mmvllm.captioning.sources.items import Item
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from mmvllm.captioning import EndpointOptions, caption_images
-from mmvllm.captioning import endpoint as endpoint_module
-from mmvllm.captioning import record as record_module
+from mmvllm.captioning.jobs import endpoint as endpoint_module
+from mmvllm.captioning.outputs import record as record_module
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import many
 from tests.helpers.drips import CERTIFICATE, DRIPS, HEAD, Host

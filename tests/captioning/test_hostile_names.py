@@ -11,7 +11,7 @@ import xxhash
 
 from mmvllm import LLM
 from mmvllm.captioning import caption_images
-from mmvllm.captioning.replacing import replacing
+from mmvllm.captioning.outputs.atomic_write import replacing
 from tests.helpers.requests import noise_image
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.files import CaptionFiles
-from mmvllm.captioning.journal import Journal
-from mmvllm.captioning.report import write_report
-from mmvllm.captioning.restoring import Restorer
-from mmvllm.captioning.settings_file import MAX_SETTINGS
-from mmvllm.captioning.tables import write_parquet
+from mmvllm.captioning.outputs.caption_files import CaptionFiles
+from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.report import write_report
+from mmvllm.captioning.outputs.restorer import Restorer
+from mmvllm.captioning.outputs.settings_file import MAX_SETTINGS
+from mmvllm.captioning.outputs.tables import write_parquet
 from mmvllm.errors import ArgumentError
 from tests.helpers.worklists import left, record_all
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from mmvllm.captioning import journal as journal_module
-from mmvllm.captioning import record as record_module
 from mmvllm.captioning.errors import JobError
-from mmvllm.captioning.index import Index
-from mmvllm.captioning.journal import Journal
-from mmvllm.captioning.output import Output
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.outputs import journal as journal_module
+from mmvllm.captioning.outputs import record as record_module
+from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
 from mmvllm.errors import ArgumentError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmvllm.captioning.endpoint_options import check_endpoint
+from mmvllm.captioning.jobs.endpoint_options import check_endpoint
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.find import find_items
+from mmvllm.captioning.sources.find import find_items
 from tests.helpers.worklists import left, opened, record_all
 
 SETTINGS = CaptionSettings()

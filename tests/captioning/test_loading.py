@@ -12,18 +12,19 @@ import pytest
 from PIL import Image
 
 from mmvllm import LLM
-from mmvllm.captioning import JobError, caption_images, loading
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.loading import ItemLoader, LoaderInWorker
-from mmvllm.captioning.names import SUFFIXES
-from mmvllm.captioning.timeouts import Timeouts
+from mmvllm.captioning import JobError, caption_images
+from mmvllm.captioning.sources import loading
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.loading import ItemLoader, LoaderInWorker
+from mmvllm.captioning.sources.names import SUFFIXES
+from mmvllm.captioning.sources.timeouts import Timeouts
 from mmvllm.config import MiB
 from mmvllm.errors import ImageError
 from mmvllm.media.decoding import VIDEO_BYTES, MediaDecoder
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processes.pool import WorkerPool, WorkersUnusable
 from mmvllm.processors.budget import DecodeBudget
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.helpers import tasks
 from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap, tiff_of_shared_strips
 from tests.helpers.images import encode

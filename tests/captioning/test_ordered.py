@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import CaptionSettings, JobError, caption_images, ordering
-from mmvllm.captioning.captioner import Captioner
-from mmvllm.captioning.loading import ItemLoader
-from mmvllm.captioning.ordering import InOrder
+from mmvllm.captioning import CaptionSettings, JobError, caption_images
+from mmvllm.captioning.jobs import ordering
+from mmvllm.captioning.jobs.captioner import Captioner
+from mmvllm.captioning.jobs.ordering import InOrder
+from mmvllm.captioning.sources.loading import ItemLoader
 from tests.helpers.captioning import records, until
 from tests.helpers.requests import noise_image
 

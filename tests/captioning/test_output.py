@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import caption_images, tables
-from mmvllm.captioning.files import FILE_FORMATS
-from mmvllm.captioning.output import FORMATS
-from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.worklist import Selection
+from mmvllm.captioning import caption_images
+from mmvllm.captioning.jobs.worklist import Selection
+from mmvllm.captioning.outputs import tables
+from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
+from mmvllm.captioning.outputs.output import FORMATS
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from tests.helpers.requests import noise_image
 
@@ -328,7 +329,7 @@ def test_another_prompt_writes_caption_files_to_another_folder(caption, two, tmp
 @pytest.mark.parametrize("line", ["/", ".", "..", "{name}", "https://x.test/{name}"])
 def test_a_line_without_an_image_does_not_end_the_run(line, format, caption, two, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmvllm.processors.load._download", lambda url: b"")
+    monkeypatch.setattr("mmvllm.processors.images.load._download", lambda url: b"")
     (tmp_path / "captions").mkdir()
     line = line.format(name="x" * 300 + ".png")
     (tmp_path / "list.txt").write_text(f"{line}\n{two / 'a.png'}\n")
@@ -391,7 +392,7 @@ def test_shards_are_disjoint_complete_and_stable_when_images_are_added(number, t
 
 def test_a_new_format_with_a_file_per_image_is_one_entry(caption, two, monkeypatch):
     monkeypatch.setitem(FILE_FORMATS, "sizes", (".size", lambda record: f"{record['width']}x{record['height']}"))
-    monkeypatch.setattr("mmvllm.captioning.output.FORMATS", (*FORMATS, "sizes"))
+    monkeypatch.setattr("mmvllm.captioning.outputs.output.FORMATS", (*FORMATS, "sizes"))
     caption(two, output=two / "out.jsonl", format="sizes")
     assert (two / "a.size").read_text() == "40x40\n" and (two / "deep/b.size").read_text() == "40x44\n"
     with pytest.raises(ValueError, match=r"for caption files \(txt, webdataset-json, sizes\), the format is csv"):

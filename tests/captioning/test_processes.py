@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmvllm.captioning import JobError, RayOptions, caption_images, process_source
+from mmvllm.captioning import JobError, RayOptions, caption_images
+from mmvllm.captioning.jobs import process_source
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from mmvllm.captioning import CaptionSettings, caption_images
-from mmvllm.captioning.captioner import Captioner, Task
-from mmvllm.captioning.engine_worker import EngineSpec, finalized
-from mmvllm.captioning.files import CaptionFiles
-from mmvllm.captioning.index import Index
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.ray_options import RayOptions
-from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.timeouts import DEFAULT_TIMEOUTS
-from mmvllm.captioning.worklist import Selection
+from mmvllm.captioning.jobs.captioner import Captioner, Task
+from mmvllm.captioning.jobs.engine_worker import EngineSpec, finalized
+from mmvllm.captioning.jobs.ray_options import RayOptions
+from mmvllm.captioning.jobs.worklist import Selection
+from mmvllm.captioning.outputs.caption_files import CaptionFiles
+from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.record import COLUMNS
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.ray
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
-ray_source = import_module("mmvllm.captioning.ray_source")
-ray_worker = import_module("mmvllm.captioning.ray_worker")
+ray_source = import_module("mmvllm.captioning.jobs.ray_source")
+ray_worker = import_module("mmvllm.captioning.jobs.ray_worker")
 
 CHUNK = ray_worker.CHUNK
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import report
-from mmvllm.captioning.report import write_report
+from mmvllm.captioning.outputs import report
+from mmvllm.captioning.outputs.report import write_report
 from tests.helpers.reports import HOSTILE, Page, page, pixels, record
 from tests.helpers.requests import noise_image
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import thumbnails
-from mmvllm.captioning.report import write_report
-from mmvllm.processors.load import load_image
+from mmvllm.captioning.outputs import thumbnails
+from mmvllm.captioning.outputs.report import write_report
+from mmvllm.processors.images.load import load_image
 from tests.helpers.reports import HOSTILE, opened, record
 from tests.helpers.requests import noise_image
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmvllm.captioning.report import write_report
+from mmvllm.captioning.outputs.report import write_report
 from tests.helpers.finding import make_tar
 from tests.helpers.reports import opened, page, pixels, record
 from tests.helpers.videos import declare_seconds, make_clip

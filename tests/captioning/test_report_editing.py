@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.captioning.record import as_line
-from mmvllm.captioning.report import write_report
+from mmvllm.captioning.outputs.record import as_line
+from mmvllm.captioning.outputs.report import write_report
 from tests.helpers.reports import HOSTILE, opened, page, record
 
 pytestmark = pytest.mark.browser

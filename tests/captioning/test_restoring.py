@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.output import Output
+from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.settings import BESIDE_IMAGES
 from tests.helpers.worklists import left, opened, record_all
 

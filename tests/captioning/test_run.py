@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import CaptionSettings, JobError, caption_images, captioner
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning import CaptionSettings, JobError, caption_images
+from mmvllm.captioning.jobs import captioner
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import ArgumentError
 from tests.helpers.cpu import NEEDS_8_BITS
@@ -163,7 +164,7 @@ def test_closing_a_job_ends_it_and_unlocks_the_output(folder, llm, tmp_path):
 
 
 def test_an_error_of_the_walk_is_raised_and_the_records_are_kept(folder, llm, tmp_path, monkeypatch):
-    from mmvllm.captioning import worklist
+    from mmvllm.captioning.jobs import worklist
 
     def broken(*arguments, find=worklist.find_items):
         for number, item in enumerate(find(*arguments)):

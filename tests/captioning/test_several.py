@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning import CaptionSettings, caption_images, loading
-from mmvllm.captioning.record import COLUMNS
-from mmvllm.captioning.report import write_report
+from mmvllm.captioning import CaptionSettings, caption_images
+from mmvllm.captioning.outputs.record import COLUMNS
+from mmvllm.captioning.outputs.report import write_report
+from mmvllm.captioning.sources import loading
 from mmvllm.errors import ArgumentError
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.helpers.captioning import records
 from tests.helpers.requests import ask, noise_image
 

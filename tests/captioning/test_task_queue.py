@@ -5,9 +5,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mmvllm.captioning.captioner import Task
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.task_queue import TaskQueue, Work
+from mmvllm.captioning.jobs.captioner import Task
+from mmvllm.captioning.jobs.task_queue import TaskQueue, Work
+from mmvllm.captioning.sources.items import Item
 
 
 def named(number: int) -> Task:

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from mmvllm.captioning.throughput import measure_throughput
+from mmvllm.captioning.outputs.throughput import measure_throughput
 from tests.helpers.reports import page, record
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import caption_images, loading
-from mmvllm.captioning.report import write_report
-from mmvllm.captioning.timeouts import Timeouts, outside
+from mmvllm.captioning import caption_images
+from mmvllm.captioning.outputs.report import write_report
+from mmvllm.captioning.sources import loading
+from mmvllm.captioning.sources.timeouts import Timeouts, outside
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mmvllm import LLM
-from mmvllm.captioning import CaptionSettings, caption_images, context
-from mmvllm.captioning.context import MAX_BYTES, read_context
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.worklist import Selection
+from mmvllm.captioning import CaptionSettings, caption_images
+from mmvllm.captioning.jobs.worklist import Selection
+from mmvllm.captioning.sources import context
+from mmvllm.captioning.sources.context import MAX_BYTES, read_context
+from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import records
 from tests.helpers.requests import noise_image

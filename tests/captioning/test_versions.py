@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm.captioning import CaptionSettings
 from mmvllm.captioning import settings as settings_module
-from mmvllm.captioning.journal import Journal
+from mmvllm.captioning.outputs.journal import Journal
 from tests.helpers.worklists import left, opened, record_all
 
 HERE = CaptionSettings(max_tokens=4)

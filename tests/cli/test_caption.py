@@ -11,7 +11,7 @@ import pytest
 
 import mmvllm
 from mmvllm import LLM, SamplingParams
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.cli.main import main
 from tests.helpers.captioning import TINY
 from tests.helpers.requests import ask
@@ -151,7 +151,7 @@ def test_a_report_that_cannot_be_written_says_what_to_do(caption, images, tmp_pa
     def fail(*_) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mmvllm.captioning.report.write_report", fail)
+    monkeypatch.setattr("mmvllm.captioning.outputs.report.write_report", fail)
     report = tmp_path / "report.html"
     code, _, err = caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--report", report)
     assert code == 1

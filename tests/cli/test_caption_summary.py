@@ -5,8 +5,8 @@ import tarfile
 
 import pytest
 
-from mmvllm.captioning.counts import MAX_NAMES, Counts
-from mmvllm.captioning.progress import kind_of_failure
+from mmvllm.captioning.jobs.progress import kind_of_failure
+from mmvllm.captioning.sources.counts import MAX_NAMES, Counts
 
 
 def rows(err: str) -> dict[str, str]:

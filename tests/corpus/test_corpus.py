@@ -10,12 +10,12 @@ import httpx
 import pytest
 from PIL import Image
 
-from mmvllm.captioning import names
 from mmvllm.captioning.run import caption_images
+from mmvllm.captioning.sources import names
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.media.policy import FORMATS
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.corpus.generate import CorpusFile, corpus, write
 from tests.helpers.server import CHAT, ENGINE, chat, image_part, make_app
 

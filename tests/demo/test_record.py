@@ -29,7 +29,7 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import UploadedVideo
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.load_video import DIRECT
+from mmvllm.processors.videos.load import DIRECT
 from tests.helpers.demo import InProcessDecoder
 from tests.helpers.requests import noise_image
 

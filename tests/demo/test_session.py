@@ -21,7 +21,7 @@ from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import EngineBusy
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.outputs import Delta
-from mmvllm.processors.load_video import DIRECT
+from mmvllm.processors.videos.load import DIRECT
 from tests.helpers.demo import InProcessDecoder
 from tests.helpers.images import image_config
 from tests.helpers.pages import elsewhere

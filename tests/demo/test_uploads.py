@@ -18,8 +18,8 @@ from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.uploads import MAX_INCOMING_FILES, ORPHAN_SECONDS, Uploads
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.image import ImageProcessor
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.images.processor import ImageProcessor
+from mmvllm.processors.videos.load import Load
 from tests.helpers.images import encode, image_config
 from tests.helpers.requests import noise_image
 

@@ -25,8 +25,8 @@ from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processes.pool import NUM_WORKERS
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.load import Load
 from tests.helpers.demo import OPTIONS, InProcessDecoder
 from tests.helpers.pages import elsewhere
 from tests.helpers.requests import noise_image

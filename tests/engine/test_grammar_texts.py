@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
+from mmvllm.processors.chat.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from mmvllm.sampling import grammar as engine_grammar
 from mmvllm.sampling import grammar_matcher
 from mmvllm.sampling.constraints import ConstraintFailed

@@ -30,6 +30,6 @@ def test_runs_of_equal_items_are_normalized_at_once_and_the_order_is_kept(checkp
 
 def test_tables_are_made_once_and_in_the_models_dtype(checkpoint, make_llm, monkeypatch):
     runner = make_llm(checkpoint, dtype="bfloat16").engine.model_runner
-    monkeypatch.setattr("mmvllm.processors.image.ImageProcessorConfig.pixel_table", None)
+    monkeypatch.setattr("mmvllm.processors.images.processor.ImageProcessorConfig.pixel_table", None)
     patches = torch.full((4, runner.model_config.vision.patch_dim), 200, dtype=torch.uint8)
     assert runner._pixels([item(patches)]).dtype == torch.bfloat16

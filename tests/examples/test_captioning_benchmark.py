@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import captioning

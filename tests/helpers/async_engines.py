@@ -6,7 +6,7 @@ import time
 from functools import wraps
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.helpers.engines import assert_engine_idle
 from tests.helpers.requests import ask, noise_image
 

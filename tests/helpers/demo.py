@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from mmvllm.demo.conversation import Options
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.load_video import Load
+from mmvllm.processors.videos.load import Load
 
 OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)
 

@@ -4,7 +4,7 @@ import io
 import tarfile
 from pathlib import Path
 
-from mmvllm.captioning.find import find_items
+from mmvllm.captioning.sources.find import find_items
 
 
 def put(folder: Path, *names: str) -> Path:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmvllm.kernels.normalize import normalize
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessorConfig
+from mmvllm.processors.images.processor import ImageProcessorConfig
 
 
 def noise(width: int, height: int, channels: int = 3, seed: int = 0) -> np.ndarray:

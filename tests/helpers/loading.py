@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 
 # How a viewer transforms the stored (height, width, 3), by the EXIF standard's definition of each orientation.
 UPRIGHT = {

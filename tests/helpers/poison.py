@@ -3,8 +3,8 @@
 import os
 import signal
 
-from mmvllm.captioning.items import Item
-from mmvllm.captioning.process_source import exchange
+from mmvllm.captioning.jobs.process_source import exchange
+from mmvllm.captioning.sources.items import Item
 
 
 def exchange_unless_poisonous(items: list[tuple[int, Item]], is_stopped: bool, seconds: float):

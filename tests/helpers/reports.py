@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmvllm.captioning.report import write_report
+from mmvllm.captioning.outputs.report import write_report
 
 HOSTILE = [
     "<script>window.hacked = 1</script>",

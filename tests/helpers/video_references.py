@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mmvllm.processors.clip import VideoInfo
+from mmvllm.processors.videos.clip import VideoInfo
 from tests.helpers.torchvision_stub import install
 
 # Family -> the modules of its processors of requests and of videos, and the prefixes of their classes' names.

@@ -10,8 +10,8 @@ from typing import ClassVar
 import av
 import numpy as np
 
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.video import Resize
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.processor import Resize
 from tests.helpers.scheduling import as_scheduled
 
 

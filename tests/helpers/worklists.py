@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from mmvllm.captioning.loading import ItemLoader
-from mmvllm.captioning.output import Output
-from mmvllm.captioning.progress import Progress
-from mmvllm.captioning.record import COLUMNS
+from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.jobs.worklist import Selection, Worklist
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
-from mmvllm.captioning.worklist import Selection, Worklist
+from mmvllm.captioning.sources.loading import ItemLoader
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from PIL import Image
 
 from mmvllm.errors import MediaFileError, VideoError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.video_limits import VideoLimits
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.limits import VideoLimits
+from mmvllm.processors.videos.load import load_video, load_video_info
 from tests.helpers.videos import FramesAt, moving
 
 FRAMES = moving(6, 40, 60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.chat.requests import parse_request
 
 IMAGE, VIDEO, TEXT = {"type": "image"}, {"type": "video"}, {"type": "text", "text": "Compare."}
 SYSTEM, ANSWER = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": [TEXT]}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm import AsyncLLM, SamplingParams
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.images.processor import ImageProcessor
 from tests.helpers.images import image_config
 from tests.helpers.requests import ask, noise_image
 

@@ -19,10 +19,10 @@ from mmvllm.inputs import EngineInput
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
-from mmvllm.processors import chat_template
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.hf_processor import ForeignProcessor
-from mmvllm.processors.image import ImageProcessor
+from mmvllm.processors.chat import template as chat_template
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.utils import time_limit
 from mmvllm.utils.time_limit import Watchdog
 from tests.helpers.images import image_config, normalized

@@ -10,12 +10,12 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.processors import chat_template as chat_template_module
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.chat_template import ChatTemplate
-from mmvllm.processors.hf_processor import ForeignProcessor
-from mmvllm.processors.image import ImageProcessor
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.chat import template as chat_template_module
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.chat.requests import parse_request
+from mmvllm.processors.chat.template import ChatTemplate
+from mmvllm.processors.images.processor import ImageProcessor
 from tests.helpers.images import image_config
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmvllm.errors import VideoError
-from mmvllm.processors import decode_video as module
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.decode_video import decode_video, video_info
-from mmvllm.processors.video_limits import VideoLimits
-from mmvllm.processors.video_stream import VideoStream
+from mmvllm.processors.videos import decode as module
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.decode import decode_video, video_info
+from mmvllm.processors.videos.limits import VideoLimits
+from mmvllm.processors.videos.stream import VideoStream
 from tests.helpers.hostile import with_samples
 from tests.helpers.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
 
@@ -130,7 +130,7 @@ def test_a_video_ends_after_many_errors_of_the_decoder(tmp_path, monkeypatch):
     monkeypatch.setattr(VideoStream, "measure", lambda *_: (1, 1.0))  # which reads all packets
     monkeypatch.setattr(VideoStream, "_packets", lambda self: (packets.append(one) or one for one in read(self)))
     for limit in (50, 100_000):
-        monkeypatch.setattr("mmvllm.processors.video_stream.MAX_DECODER_ERRORS", limit)
+        monkeypatch.setattr("mmvllm.processors.videos.stream.MAX_DECODER_ERRORS", limit)
         packets.clear()
         with pytest.raises(VideoError, match="has no frame that can be decoded"):
             video_info(io.BytesIO(with_samples(data, len(data) - 1)), "it")

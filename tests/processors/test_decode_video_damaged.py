@@ -13,9 +13,9 @@ from PIL import Image
 
 from mmvllm.errors import VideoError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.video_limits import ANY_VIDEO, VideoLimits
-from mmvllm.processors.video_stream import VideoStream
+from mmvllm.processors.videos.limits import ANY_VIDEO, VideoLimits
+from mmvllm.processors.videos.load import load_video, load_video_info
+from mmvllm.processors.videos.stream import VideoStream
 from tests.helpers.needs import needs
 from tests.helpers.videos import FramesAt, full_decode, make_clip
 

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from PIL import Image
 
-from mmvllm.captioning.preparation import seen_of_image
+from mmvllm.captioning.jobs.preparation import seen_of_image
 from mmvllm.inputs import MediaRules
 from mmvllm.processors.digest import NUM_BYTES, digest_of
 from mmvllm.processors.tensors import media_from_tensors

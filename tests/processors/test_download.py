@@ -13,8 +13,8 @@ import pytest
 from mmvllm.errors import ImageError, VideoError
 from mmvllm.processors import download as download_module
 from mmvllm.processors.download import download, without_login
-from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import load_video_info
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.videos.load import load_video_info
 from tests.helpers.drips import DRIPS, HEAD, Host
 from tests.helpers.images import PNG
 

@@ -6,10 +6,17 @@ from PIL import ExifTags, Image, PngImagePlugin
 from mmvllm.errors import ImageError, RequestError
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.draft import Draft, source_size
-from mmvllm.processors.image import ImageProcessor, SourceGeometry, draft_for, patches_of, patchify, resize_for_part
-from mmvllm.processors.load import load_image
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.chat.requests import parse_request
+from mmvllm.processors.images.draft import Draft, source_size
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.processor import (
+    ImageProcessor,
+    SourceGeometry,
+    draft_for,
+    patches_of,
+    patchify,
+    resize_for_part,
+)
 from tests.helpers.images import encode, image_config
 from tests.helpers.requests import noise_image
 
@@ -100,7 +107,7 @@ def test_requests_may_ask_for_it():
 def test_patches_cut_in_strips_equal_those_of_equal_frames(monkeypatch, patch_size, frames):
     import numpy as np
 
-    monkeypatch.setattr("mmvllm.processors.image.STRIP_PIXELS", 2 * patch_size * 5 * 2 * patch_size * 2)
+    monkeypatch.setattr("mmvllm.processors.images.processor.STRIP_PIXELS", 2 * patch_size * 5 * 2 * patch_size * 2)
     image = noise_image(2 * patch_size * 5, 2 * patch_size * 7)  # strips of two rows of tokens, the last one of one
     clip = np.repeat(np.asarray(image)[None, None], frames, axis=1)
     assert np.array_equal(patches_of(image, patch_size, 2, frames), patchify(clip, patch_size, 2)[0])

@@ -14,8 +14,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mmvllm.errors import ImageError
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
-from mmvllm.processors.image import ImageProcessor, ImageProcessorConfig
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig
 from tests.corpus.generate import corpus
 from tests.helpers.checkpoints import PATCH_14, PATCH_16
 from tests.helpers.images import normalized

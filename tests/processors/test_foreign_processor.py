@@ -15,7 +15,7 @@ from mmvllm.demo.settings import DemoSettings
 from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_media_configs
-from mmvllm.processors.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
 from tests.helpers.engines import run_at_once
 from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.server import CHAT, make_app

@@ -6,9 +6,9 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.processors.clip import Clip, VideoInfo
 from mmvllm.processors.tensors import NAMES
-from mmvllm.processors.video import VideoProcessor
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.processor import VideoProcessor
 from tests.helpers.images import normalized
 from tests.helpers.requests import ask, noise_image
 from tests.helpers.shapes import every_family

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmvllm.processors.image import draft_for, resize_for_part
+from mmvllm.processors.images.processor import draft_for, resize_for_part
 from tests.helpers.images import image_config
 from tests.helpers.requests import grids_of, noise_image, user
 from tests.helpers.shapes import every_family

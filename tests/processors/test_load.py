@@ -12,8 +12,8 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from mmvllm.errors import ImageError
-from mmvllm.processors import load as load_module
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images import load as load_module
+from mmvllm.processors.images.load import load_image
 from tests.helpers.images import PNG, RGB, encode, noise
 from tests.helpers.loading import exif, levels, png, rotated
 from tests.helpers.needs import needs

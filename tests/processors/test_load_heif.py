@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 from pillow_heif import register_heif_opener
 
-from mmvllm.captioning.find import find_items
+from mmvllm.captioning.sources.find import find_items
 from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.errors import ImageError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors import decode
-from mmvllm.processors.load import load_image
-from mmvllm.processors.load_video import DIRECT, Load
+from mmvllm.processors.images import decode
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.videos.load import DIRECT, Load
 from tests.helpers.images import encode
 from tests.helpers.loading import UPRIGHT, exif, levels, rotated
 from tests.helpers.requests import noise_image

@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from mmvllm.errors import ImageError
-from mmvllm.processors import decode
 from mmvllm.processors.budget import DecodeBudget
-from mmvllm.processors.draft import Draft
-from mmvllm.processors.load import DECODING, load_image
+from mmvllm.processors.images import decode
+from mmvllm.processors.images.draft import Draft
+from mmvllm.processors.images.load import DECODING, load_image
 from tests.helpers.hostile import truncated_blp, truncated_png
 from tests.helpers.images import PNG, RGB, encode, noise
 
@@ -125,7 +125,7 @@ def test_a_file_that_does_not_fit_into_memory_is_named(tmp_path, monkeypatch):
             raise MemoryError
 
     (tmp_path / "a.png").write_bytes(PNG)
-    monkeypatch.setattr("mmvllm.processors.load.open", lambda *_: Full(), raising=False)
+    monkeypatch.setattr("mmvllm.processors.images.load.open", lambda *_: Full(), raising=False)
     assert failed(tmp_path / "a.png").reason == f"not enough memory to read its {len(PNG)} bytes"
 
 

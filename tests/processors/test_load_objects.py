@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from mmvllm.errors import ImageError
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.load import load_image
 from tests.helpers.images import PNG, RGB, noise
 from tests.helpers.loading import levels
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from mmvllm.processors.draft import Draft
-from mmvllm.processors.load import load_image
+from mmvllm.processors.images.draft import Draft
+from mmvllm.processors.images.load import load_image
 from tests.helpers.images import RGB, encode, noise
 from tests.helpers.loading import UPRIGHT, exif, levels, png, rotated
 from tests.helpers.requests import noise_image

@@ -17,10 +17,10 @@ from PIL import Image
 
 from mmvllm.errors import ImageError, ParameterError, VideoError
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
-from mmvllm.processors import load_video as module
-from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.video import ClipPlan
+from mmvllm.processors.videos import load as module
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.load import load_video, load_video_info
+from mmvllm.processors.videos.processor import ClipPlan
 from tests.helpers.needs import needs
 from tests.helpers.videos import FramesAt, full_decode, make_clip, moving
 from tests.helpers.web import serving_files

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mmvllm.errors import RequestError
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS as QWEN3_VL
 from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
-from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.load_video import load_video
-from mmvllm.processors.video import ClipPlan, resize_frame, resized_to
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.load import load_video
+from mmvllm.processors.videos.processor import ClipPlan, resize_frame, resized_to
 from tests.helpers.requests import frames, noise_image
 from tests.helpers.video_references import fetched
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from mmvllm.processors.requests import parse_request
+from mmvllm.processors.chat.requests import parse_request
 from mmvllm.server.protocol import ProcessorKwargs
 from tests.helpers.requests import noise_image, text, user
 

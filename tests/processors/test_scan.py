@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from mmvllm.errors import ImageError
-from mmvllm.processors import scan as scan_module
-from mmvllm.processors.load import decode_data_uri, load_image
-from mmvllm.processors.scan import RefusedImage, needs_limits, scan, scan_exif
+from mmvllm.processors.images import scan as scan_module
+from mmvllm.processors.images.load import decode_data_uri, load_image
+from mmvllm.processors.images.scan import RefusedImage, needs_limits, scan, scan_exif
 from tests.helpers.hostile import (
     PROFILE,
     SMALL_GIF,

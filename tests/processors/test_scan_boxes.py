@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mmvllm.errors import VideoError
-from mmvllm.processors import decode_video
-from mmvllm.processors import scan_boxes as scan_boxes_module
-from mmvllm.processors.load_video import load_video, load_video_info
-from mmvllm.processors.scan_boxes import FEW_ENTRIES, scan_boxes
-from mmvllm.processors.video_limits import ANY_VIDEO
+from mmvllm.processors.videos import decode as decode_video
+from mmvllm.processors.videos import scan as scan_boxes_module
+from mmvllm.processors.videos.limits import ANY_VIDEO
+from mmvllm.processors.videos.load import load_video, load_video_info
+from mmvllm.processors.videos.scan import FEW_ENTRIES, scan_boxes
 from tests.helpers.videos import FramesAt, make_clip, moving
 
 CONTAINERS = (b"moov", b"trak", b"edts", b"mdia", b"minf", b"stbl", b"moof", b"traf")

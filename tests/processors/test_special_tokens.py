@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.special_tokens import SpecialTokens
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.chat.special_tokens import SpecialTokens
 from tests.helpers.requests import ask
 from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of
 

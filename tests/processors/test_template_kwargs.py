@@ -17,10 +17,10 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.processors.chat import Processor, rendered
-from mmvllm.processors.hf_processor import ForeignProcessor
-from mmvllm.processors.requests import parse_request
-from mmvllm.processors.template_kwargs import MAX_DEPTH, check_template_kwargs
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.processor import Processor, rendered
+from mmvllm.processors.chat.requests import parse_request
+from mmvllm.processors.chat.template_kwargs import MAX_DEPTH, check_template_kwargs
 from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of
 
 THINKING = [name for name in NAMES if name == TEXT_ONLY or name.startswith("Qwen3.5")]

@@ -7,8 +7,8 @@ import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from mmvllm.processors.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_tool_calls
-from mmvllm.processors.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
+from mmvllm.processors.chat.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_tool_calls
+from mmvllm.processors.chat.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
 from tests.helpers.tokenizers import NAMES, tokenizer_of
 
 ARGUMENTS = '{"a": "x</tool_call>\\"{ ü", "b": [1, {"c": 2}]}'

@@ -7,10 +7,10 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.chat_template import ChatTemplate
-from mmvllm.processors.tool_calls import CallPiece, ToolCallParser, read_arguments, read_tool_calls
-from mmvllm.processors.tools import for_template
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.chat.template import ChatTemplate
+from mmvllm.processors.chat.tool_calls import CallPiece, ToolCallParser, read_arguments, read_tool_calls
+from mmvllm.processors.chat.tools import for_template
 from tests.helpers.metadata import needs_metadata
 from tests.helpers.requests import noise_image
 from tests.helpers.server import ENGINE

@@ -8,7 +8,7 @@ import sys
 import av
 import pytest
 
-from mmvllm.processors.load_video import load_video
+from mmvllm.processors.videos.load import load_video
 from tests.helpers.videos import FramesAt, make_clip, make_long_clip
 
 MiB = 1024 * 1024
@@ -19,7 +19,7 @@ MOST_BEYOND = 160 * MiB  # of the decoder, for 1920x1080, and of the file's inde
 CODE = """
 import sys
 from pathlib import Path
-from mmvllm.processors.load_video import load_video
+from mmvllm.processors.videos.load import load_video
 from tests.helpers.videos import FramesAt, make_clip
 
 def peak():

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mmvllm.models.registry import family_of, load_config, load_media_configs
-from mmvllm.processors.chat import Processor
-from mmvllm.processors.clip import Clip, VideoInfo
-from mmvllm.processors.image import ImageProcessor
-from mmvllm.processors.load_video import Load
-from mmvllm.processors.video import ClipPlan, VideoProcessor, resize_frame
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.images.processor import ImageProcessor
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.load import Load
+from mmvllm.processors.videos.processor import ClipPlan, VideoProcessor, resize_frame
 from tests.helpers.images import normalized
 from tests.helpers.metadata import ROOT, VIDEO_ROOT, needs_video_reference
 from tests.helpers.requests import grids_of, patches_of

@@ -12,7 +12,7 @@ from PIL import Image
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
-from mmvllm.processors import qwen_vl_utils
+from mmvllm.processors.videos import qwen_vl_utils
 from mmvllm.server.app import build_app
 from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from mmvllm.server.responses_request import ResponsesRequest

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmvllm.errors import RequestError
-from mmvllm.processors.length_limit import LengthLimit, Truncation
+from mmvllm.processors.chat.length_limit import LengthLimit, Truncation
 from tests.helpers.requests import ask
 from tests.helpers.server import COMPLETIONS, EMBEDDINGS, SCENES, call, completion
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from mmvllm.processors import tools
+from mmvllm.processors.chat import tools
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmvllm.processors.clip import VideoInfo
-from mmvllm.processors.image import FRAME, check_aspect_ratio
-from mmvllm.processors.video import VideoProcessorConfig
+from mmvllm.processors.images.processor import FRAME, check_aspect_ratio
+from mmvllm.processors.videos.clip import VideoInfo
+from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,396 @@
+"""Tasks -> records: images and clips prepared by workers ahead of the engine, and duplicates captioned once."""
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.jobs.ordering import in_order
+from mmvllm.captioning.jobs.preparation import CaptionPreparer, WorkerProcesses
+from mmvllm.captioning.json_captions import with_object
+from mmvllm.captioning.multi_prompt import LIST, captions_of, first_error
+from mmvllm.captioning.outputs.index import Index, keep_caption
+from mmvllm.captioning.outputs.record import COLUMNS, SEEN
+from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.loading import ItemLoader
+from mmvllm.entrypoints.intake import Prefetcher, Prepare, Prepared, pinning, timed
+from mmvllm.entrypoints.llm import LLM
+from mmvllm.errors import ArgumentError, MediaFileError, RequestError
+from mmvllm.inputs import EngineInput
+from mmvllm.outputs import RequestOutput
+from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.download import without_login
+
+Select = Callable[[Prepared], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An item to be captioned; `key` identifies its record, `file` is its caption file, if one is to be written.
+
+    A folder, tar or list that could not be read is a task too (`is_image` is false): it gets a record of its error.
+    """
+
+    item: Item
+    key: str
+    file: str | None = None
+    is_image: bool = True
+
+
+class Captioner:
+    """One engine and the settings of one job; images are prepared in threads, or in worker processes.
+
+    With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
+
+    A subclass without an engine says itself how images are prepared and where the outputs come from.
+
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes or make a prompt of the job's
+    messages, or if the schema of captions cannot be enforced.
+    """
+
+    noun = "the engine"  # what messages call what writes the captions
+
+    def __init__(
+        self,
+        llm: LLM | None,
+        settings: CaptionSettings,
+        loader: ItemLoader,
+        num_workers: int | None = None,
+        in_processes: bool = False,
+        ordered: bool = False,
+    ):
+        self.llm, self.settings = llm, settings
+        if llm is not None:
+            _check_schema(llm, settings)
+        self._loader, self._ordered = loader, ordered
+        self._num_workers = num_workers or NUM_WORKERS
+        self._processes = None
+        if in_processes:
+            self._processes = WorkerProcesses(llm.processor, self._num_workers, loader.timeouts)
+        if llm is not None:
+            _check_prompt(llm, settings)
+        self._prefetcher: Prefetcher | PromptPrefetcher | None = None
+        self._is_stopped = False
+
+    @property
+    def engine_wait_share(self) -> float:
+        """Share of the time since the first image was prepared in which the engine had none to process, in [0, 1]."""
+        return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
+
+    @property
+    def max_requests(self) -> int:
+        """How many requests keep the engine busy."""
+        return self.llm.admission.max_requests
+
+    def stop(self) -> None:
+        """Finish the requests that the engine has begun, and drop the rest; may be called from a signal handler."""
+        self._is_stopped = True
+        if self._prefetcher is not None:
+            self._prefetcher.finish()
+
+    def records(self, tasks: Iterable[Task], index: Index) -> Iterator[dict]:
+        """A record for every task, as they finish; a failure is a record with `error`.
+
+        The tasks are iterated in a thread of their own; captions that `index` has are copied.
+        """
+        try:
+            if self._ordered:
+                yield from in_order(partial(self._numbered, index), tasks, lambda: self._is_stopped)
+            else:
+                yield from (record for _, record in self._numbered(index, tasks))
+        finally:
+            self._is_stopped = True  # ends the thread that iterates the tasks, if it waits
+
+    def _numbered(self, index: Index, tasks: Iterable[Task]) -> Iterator[tuple[int, dict]]:
+        """The records with the numbers of their tasks, as they finish."""
+        jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
+        self._prefetcher = self._prefetch(jobs.requests(tasks))
+        num_failures = 0
+        try:
+            for number, output in self._outputs(jobs.select):
+                yield from jobs.finish(number, output)
+                if output is not None and output.arrival_time is not None:  # it reached the engine
+                    num_failures = num_failures + 1 if output.error is not None else 0
+                    if num_failures > 2 * self.max_requests:  # more than any few steps can have
+                        raise JobError(f"{self.noun} fails every time, now with: {output.error}")
+        except WorkersUnusable as error:
+            remedy = "videos need them" if self._processes is None else "run the same job again without them"
+            raise JobError(f"{error}; {remedy}") from error
+        finally:
+            self._prefetcher.close()
+            if self._processes is not None:
+                self._processes.close()
+
+    def _prefetch(self, requests: Iterator[dict]) -> "Prefetcher | PromptPrefetcher":
+        prefetcher = Prefetcher(
+            requests,
+            self._preparer(),
+            max_requests=self.max_requests,
+            num_workers=self._num_workers,
+            in_order=self._ordered,
+        )
+        if self.settings.prompts is None:
+            return prefetcher
+        return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
+
+    def _preparer(self) -> Prepare:
+        prepare = self._processes or CaptionPreparer(self.llm.processor, self._loader)
+        return timed(pinning(prepare, self.llm.device))
+
+    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+        params = self.settings.sampling_params
+        return self.llm.stream_prepared(self._prefetcher, params, "return", select, lambda: self._is_stopped)
+
+    def _is_computed(self, request_id: str) -> bool:
+        group = self.llm.engine.scheduler.groups.get(request_id)
+        return group is None or group.first_seq.first_token_time is not None
+
+
+def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
+    try:
+        llm.engine.grammars.check(settings.sampling_params.structured)
+    except RequestError as error:
+        raise ArgumentError("{schema}: {reason}", reason=error.reason.removeprefix("structured.json ")) from None
+
+
+def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
+    """Raise ArgumentError for messages that cannot become a prompt, for example without a chat template."""
+    if not isinstance(llm.processor, Processor | ForeignProcessor):  # it need not have a template
+        return
+    try:
+        llm.processor.chat_template.render(settings.messages_without_media, settings.chat_template_kwargs or {})
+    except RequestError as error:
+        raise ArgumentError("no image can be captioned: {reason}", reason=error.reason) from None
+
+
+@dataclass(slots=True)
+class _Work:
+    """A task in flight; `seen` is what its preparation found out about the image or clip."""
+
+    number: int
+    task: Task
+    seen: dict[str, Any] = field(default_factory=dict)
+    num_media_tokens: int = 0
+    content: str | None = None  # the same for duplicates with the same prompt
+    is_duplicate: bool = False
+    num_prompts: int = 1  # that the engine gets
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # by the number of the prompt
+
+    def forget_source(self) -> None:
+        """Once it is prepared: a data URI may have megabytes, which a record does not need."""
+        self.task = replace(self.task, item=replace(self.task.item, source=None))
+
+
+class _TasksInFlight:
+    """The tasks between finding and recording, by their number."""
+
+    def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
+        self._settings, self._index, self._is_stopped = settings, index, is_stopped
+        self._name = uuid.uuid4().hex  # in the ids of requests: an engine may have several jobs
+        self._works: dict[int, _Work] = {}
+        self._duplicates: dict[str, list[_Work]] = {}  # by the content of one whose caption is being generated
+
+    def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
+        for number, task in enumerate(tasks):
+            if self._is_stopped():
+                return
+            self._works[number] = _Work(number, task)
+            yield self._request(number, task)
+
+    def _request(self, number: int, task: Task) -> dict:
+        request = self._settings.request(task.item)
+        return request if "more" not in request else request | {"request_id": f"caption-{self._name}-{number}"}
+
+    def select(self, prepared: Prepared) -> bool:
+        """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
+        number, place = divmod(prepared.index, self._settings.num_prompts)
+        if place:
+            return number in self._works  # as its first prompt was
+        work, prompt = self._works[number], prepared.prompt.result()
+        work.num_prompts = 1 + len(prompt.others)
+        work.seen, work.num_media_tokens = prompt.seen, prompt.num_media_tokens
+        work.forget_source()
+        if self._is_stopped():
+            return False
+        if self._settings.is_repeatable:
+            work.content = self._settings.content_key(work.seen["digest"], self._settings.prompt_for(work.task.item))
+            work.is_duplicate = self._is_duplicate(work)
+        return not work.is_duplicate
+
+    def _is_duplicate(self, work: _Work) -> bool:
+        if work.content in self._duplicates:
+            self._duplicates[work.content].append(work)
+            return True
+        if self._index.caption(work.content) is not None:
+            return True
+        self._duplicates[work.content] = []
+        return False
+
+    def finish(self, index: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
+        """The numbered records that an output leads to; None is that of a task that was not selected."""
+        number, place = divmod(index, self._settings.num_prompts)
+        if output is not None:
+            work = self._works.get(number)
+            if work is None:  # of another prompt, that was dropped when the job was stopped
+                return
+            work.outputs[place] = output
+            if len(work.outputs) < work.num_prompts:
+                return
+            del self._works[number]
+            record = _record(self._settings, work, [work.outputs[i] for i in range(work.num_prompts)])
+            keep_caption(self._settings, self._index, record)
+            yield number, record
+            for duplicate in self._duplicates.pop(work.content, ()):
+                yield duplicate.number, self._copy(duplicate, record)
+        elif (
+            (work := self._works.pop(number, None))
+            and work.is_duplicate
+            and (original := self._index.caption(work.content)) is not None
+        ):
+            yield number, self._copy(work, original)  # one whose original is in flight is yielded with that
+
+    def _copy(self, work: _Work, original: dict) -> dict:
+        """The original's caption or error for a duplicate."""
+        own = {"duplicate_of": original["path"], "seconds": 0.0}
+        return dict.fromkeys(COLUMNS) | original | _describe(self._settings, work, original["error"]) | own
+
+
+def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
+    """The record of a task that no engine could finish."""
+    return _record(settings, _Work(0, task), [RequestOutput("", error=reason)])
+
+
+def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]) -> dict:
+    prompts, output = settings.prompts_for(work.task.item), outputs[0]
+    which, failed = first_error(prompts, outputs) or ("", output)
+    reason = _reason(work.task.item, failed)
+    error = None if reason is None else f"{which}{reason}"
+    made = {
+        "caption": settings.caption(output.text) if error is None else None,
+        "boxes": None if error is not None else [box.to_dict() for box in output.boxes] or None,
+        "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
+        "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
+        "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
+        "finish_reason": failed.finish_reason if work.task.is_image else None,
+        "seconds": None if error is not None else _seconds(outputs),
+    }
+    if settings.makes_several:
+        made[LIST] = captions_of(prompts, outputs, settings.caption, settings.schema is not None)
+    record = dict.fromkeys(COLUMNS) | _describe(settings, work, error) | made
+    return record if settings.schema is None else with_object(record)
+
+
+def _seconds(outputs: list[RequestOutput]) -> float:
+    """In the engine, from the first prompt to the last caption."""
+    begin, end = min(output.arrival_time for output in outputs), max(output.finish_time for output in outputs)
+    return round(end - begin, 3)
+
+
+def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict:
+    """What a record says of the image or clip itself."""
+    item = work.task.item
+    return {
+        "path": item.path,
+        "id": item.id,
+        "error": error,
+        **dict.fromkeys(SEEN),
+        **(work.seen or asked_of(item)),
+        "time": round(time.time(), 3),
+        "model": settings.model,
+        "prompt": settings.prompt_for(item),
+        "file": None if error is not None else work.task.file,
+        "settings": settings.fingerprint,
+        "key": work.task.key,
+    }
+
+
+def _reason(item: Item, output: RequestOutput) -> str | None:
+    """Why there is no caption, without the words that say which image it is about: the record's path does."""
+    return output.error if output.exception is None else reason_of(item, output.exception)
+
+
+def reason_of(item: Item, error: ValueError) -> str:
+    """The text of an error about an item, without the item's own path."""
+    if not isinstance(error, RequestError):
+        return str(error)
+    is_named = isinstance(error, MediaFileError) and error.source not in (f"{item.path:.200}", without_login(item.path))
+    return f"{error.source}: {error.reason}" if is_named else error.reason
+
+
+def asked_of(item: Item) -> dict[str, float | None]:
+    """The range of a video that was to be captioned, for a record that knows no more of it."""
+    return {"start": item.start or 0.0, "end": item.end} if item.is_video else {}
+
+
+class PromptPrefetcher:
+    """Stands for a `Prefetcher` whose requests have several prompts: gives a request for each prompt.
+
+    The first prompt of an image is given at once, the others when its tokens have been computed: then the KV of all
+    that is before the prompt's text is in the prefix cache, and the image is not encoded again. Prompt i of the image
+    with index j has the index j * num_prompts + i.
+
+    Args:
+        num_prompts: of the image with the most prompts.
+        is_computed: whether the request with this id, given before, has been computed, or has ended in any way.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, num_prompts: int, is_computed: Callable[[str], bool]):
+        self._prefetcher, self._num_prompts, self._is_computed = prefetcher, num_prompts, is_computed
+        self._held: deque[tuple[str, deque[Prepared]]] = deque()  # by the id of the first prompt's request
+
+    def get(self, wait: bool) -> Prepared | None:
+        """The next request, as of `Prefetcher`; further prompts come before other images."""
+        if (prepared := self._take()) is not None:
+            return prepared
+        item = self._prefetcher.get(wait and not self._held)
+        return None if item is None else self._first(item)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether every request has been handed out."""
+        return not self._held and self._prefetcher.is_exhausted
+
+    @property
+    def wait_share(self) -> float:
+        """That of `Prefetcher`."""
+        return self._prefetcher.wait_share
+
+    def finish(self) -> None:
+        """Take no more images; those taken before are still given, with all their prompts."""
+        self._prefetcher.finish()
+
+    def close(self) -> None:
+        """Stop preparing; what has been prepared is dropped."""
+        self._held.clear()
+        self._prefetcher.close()
+
+    def _take(self) -> Prepared | None:
+        for number, (request_id, others) in enumerate(self._held):
+            if self._is_computed(request_id):
+                prepared = others.popleft()
+                if not others:
+                    del self._held[number]
+                return prepared
+        return None
+
+    def _first(self, item: Prepared) -> Prepared:
+        first = replace(item, index=item.index * self._num_prompts)
+        if item.prompt.exception() is None and (others := item.prompt.result().others):
+            request = {key: value for key, value in item.request.items() if key != "request_id"}
+            prepared = (Prepared(first.index + number, request, _done(other)) for number, other in enumerate(others, 1))
+            self._held.append((item.request["request_id"], deque(prepared)))
+        return first
+
+
+def _done(prompt: EngineInput) -> "Future[EngineInput]":
+    future: Future[EngineInput] = Future()
+    future.set_result(prompt)
+    return future

@@ -1,0 +1,61 @@
+"""The options of a job whose captions come from an endpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mmvllm.captioning.sources.timeouts import check_seconds
+from mmvllm.config import EngineConfig
+from mmvllm.errors import ArgumentError
+from mmvllm.utils.arguments import check_int
+
+if TYPE_CHECKING:
+    from mmvllm.captioning.jobs.endpoint import Endpoint
+
+_ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
+_NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens", "jpeg_draft")
+_DEFAULTS = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(_NOT_SENT[2:], False)  # others: None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointOptions:
+    """A server with OpenAI's API, and how it is used.
+
+    The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
+
+    Args:
+        url: of the server, with or without /v1.
+        model: its name on the server; None is the first of /v1/models.
+        concurrency: requests at a time.
+        timeout: seconds after which a try without a complete answer has failed.
+        max_retries: tries of a request after the first one, with growing pauses.
+    """
+
+    url: str
+    model: str | None = None
+    concurrency: int = 8
+    timeout: float = 300.0
+    max_retries: int = 5
+
+    def __post_init__(self):
+        check_int("concurrency", self.concurrency)
+        check_int("max_retries", self.max_retries, at_least=0)
+        check_seconds("endpoint_timeout", self.timeout)
+        if find_spec("httpx") is None:
+            raise ArgumentError("{endpoint} needs httpx: pip install 'mmvllm[endpoint]'")
+
+    def connect(self) -> "Endpoint":
+        """The server, once it has said which models it has; raises ArgumentError if it cannot be used."""
+        from mmvllm.captioning.jobs.endpoint import Endpoint
+
+        return Endpoint(self.url, self.model, self.timeout, self.max_retries)
+
+
+def check_endpoint(given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for an argument that only an engine of this machine has, or that servers do not take."""
+    names = _ENGINE_FIELDS | {"llm", "model", "ray", "worker_processes", "data_parallel_size", *_NOT_SENT}
+    for name, value in given.items():
+        if name in names and name != "seed" and value != _DEFAULTS.get(name):
+            why = "is not sent to a server" if name in _NOT_SENT else "is for an engine of this machine"
+            raise ArgumentError(f"{{{name}}} {why}; leave it out with {{endpoint}}")

@@ -1,0 +1,175 @@
+"""Captions from an endpoint: the captioner of this process, whose requests a server answers instead of an engine."""
+
+import base64
+import io
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from PIL import Image
+
+from mmvllm.captioning.jobs.captioner import Captioner, Select
+from mmvllm.captioning.jobs.endpoint import Endpoint
+from mmvllm.captioning.jobs.preparation import seen_of_image
+from mmvllm.captioning.json_captions import parsed
+from mmvllm.captioning.settings import CaptionSettings
+from mmvllm.captioning.sources.items import item_of
+from mmvllm.captioning.sources.loading import ItemLoader
+from mmvllm.entrypoints.intake import Prepare, Prepared
+from mmvllm.errors import RequestError
+from mmvllm.outputs import RequestOutput
+
+MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it
+MAX_JPEG_SIDE = 65_500  # that libjpeg can write
+LOSSLESS_PIXELS = 512 * 512  # images up to this size are sent as PNG, larger ones as JPEG
+JPEG = {"format": "JPEG", "quality": 95, "subsampling": 0}
+POLL_SECONDS = 0.05  # a wait for answers, between looks at the images that are prepared
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointInput:
+    """A conversation with the image as a data URI; `others` are those with the job's further prompts."""
+
+    messages: list[dict]
+    seen: dict[str, Any]
+    num_bytes: int
+    others: "tuple[EndpointInput, ...]" = ()
+    num_media_tokens: int = 0  # only the server knows it
+
+
+class EndpointPreparer:
+    """Requests for an item -> conversations; raises RequestError for an image that cannot be used."""
+
+    def __init__(self, max_pixels: int | None, loader: ItemLoader):
+        self._max_pixels, self._loader = max_pixels or MAX_PIXELS, loader
+
+    def __call__(self, request: dict) -> EndpointInput:
+        item = item_of(request["messages"])
+        if item.is_video:
+            item.read()  # an item that cannot be read says why
+            raise RequestError("videos are not sent to an endpoint; caption them with an engine of this machine")
+        image = self._loader.image(item)
+        seen, uri = seen_of_image(image), data_uri(image, self._max_pixels)
+        first, *others = [
+            EndpointInput(_with_uri(messages, uri), seen, len(uri))
+            for messages in (request["messages"], *request.get("more", ()))
+        ]
+        return EndpointInput(first.messages, seen, len(uri), tuple(others))
+
+
+class EndpointSource(Captioner):
+    """Makes the records of a worklist from an endpoint's answers, at most `concurrency` requests at a time."""
+
+    noun = "the endpoint"
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        settings: CaptionSettings,
+        loader: ItemLoader,
+        concurrency: int,
+        num_workers: int | None,
+        ordered: bool,
+    ):
+        super().__init__(None, settings, loader, num_workers, ordered=ordered)
+        self._endpoint, self._concurrency = endpoint, concurrency
+        self._changed = threading.Condition()
+        self._in_flight: set[str] = set()  # ids, where the job has several prompts
+        self._num_in_flight = 0
+        self._answers: deque[tuple[int, RequestOutput | None]] = deque()
+
+    @property
+    def max_requests(self) -> int:
+        return 2 * self._concurrency
+
+    def stop(self) -> None:
+        """Let the requests in flight be answered, and drop the rest; may be called from a signal handler."""
+        super().stop()
+        self._endpoint.stop()
+
+    def _preparer(self) -> Prepare:
+        return EndpointPreparer(self.settings.max_pixels, self._loader)
+
+    def _is_computed(self, request_id: str) -> bool:
+        return request_id not in self._in_flight
+
+    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+        while True:
+            while self._num_in_flight < self._concurrency:
+                item = self._prefetcher.get(wait=not self._num_in_flight and not self._answers)
+                if item is None:
+                    break
+                yield from self._begin(item, select)
+            yield from self._take()
+            if not self._num_in_flight and not self._answers and self._prefetcher.is_exhausted:
+                return
+
+    def _begin(self, item: Prepared, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+        try:
+            prompt = item.engine_input()
+        except RequestError as error:
+            yield item.index, RequestOutput("", error=str(error), exception=error.detached())
+            return
+        if not select(item):
+            yield item.index, None
+            return
+        self._num_in_flight += 1
+        request_id = item.request.get("request_id", "")
+        self._in_flight.add(request_id)
+        run = partial(self._complete, item.index, request_id, prompt)
+        threading.Thread(target=run, name="mmvllm-endpoint", daemon=True).start()
+
+    def _complete(self, index: int, request_id: str, prompt: EndpointInput) -> None:
+        try:
+            output = self._endpoint.complete(prompt.messages, self.settings.sampling_params, **_fields(self.settings))
+            if output is not None and self.settings.schema is not None and _is_other_text(output):
+                error = "the endpoint's answer is not JSON: its server may not enforce schemas"
+                output = replace(output, completions=[], error=error)
+        except Exception as error:  # a bug: other images are not affected
+            output = RequestOutput("", error=f"the request failed: {type(error).__name__}: {error}")
+        with self._changed:
+            self._answers.append((index, output))
+            self._in_flight.discard(request_id)
+            self._changed.notify_all()
+
+    def _take(self) -> Iterator[tuple[int, RequestOutput | None]]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers, POLL_SECONDS if self._num_in_flight else 0)
+            answers = [self._answers.popleft() for _ in range(len(self._answers))]
+        self._num_in_flight -= len(answers)
+        yield from answers
+
+
+def _fields(settings: CaptionSettings) -> dict[str, Any]:
+    """What a request has beyond messages and sampling parameters."""
+    return {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
+
+
+def _is_other_text(output: RequestOutput) -> bool:
+    """Whether a complete answer is not JSON."""
+    whole = [one.text for one in output.completions if one.finish_reason == "eos"]
+    return any(parsed(text) is None and text.strip() != "null" for text in whole)
+
+
+def data_uri(image: Image.Image, max_pixels: int) -> str:
+    """An image, shrunk to an area and to the sides of a JPEG, as a data URI: a small one is a PNG, others are JPEGs."""
+    width, height = image.size
+    scale = min(math.sqrt(max_pixels / (width * height)), MAX_JPEG_SIDE / max(width, height))
+    if scale < 1:
+        size = max(1, int(width * scale)), max(1, int(height * scale))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    file, is_small = io.BytesIO(), image.width * image.height <= LOSSLESS_PIXELS
+    image.save(file, **({"format": "PNG"} if is_small else JPEG))
+    data = base64.b64encode(file.getbuffer()).decode()
+    return f"data:image/{'png' if is_small else 'jpeg'};base64,{data}"
+
+
+def _with_uri(messages: list[dict], uri: str) -> list[dict]:
+    *before, last = messages
+    _, *texts = last["content"]
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    return [*before, last | {"content": [image, *texts]}]

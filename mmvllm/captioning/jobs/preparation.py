@@ -1,0 +1,182 @@
+"""Requests for an item -> engine inputs with what records say of the image or clip; in threads or processes."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL.Image import Image
+
+from mmvllm.captioning.sources.items import Item, item_of
+from mmvllm.captioning.sources.loading import Loader, LoaderInWorker, run_for
+from mmvllm.captioning.sources.timeouts import Timeouts
+from mmvllm.errors import ArgumentError
+from mmvllm.inputs import EngineInput
+from mmvllm.processes.pool import WorkerPool
+from mmvllm.processors.budget import DECODING
+from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.processor import Processor
+from mmvllm.processors.digest import digest_of
+from mmvllm.processors.images.draft import Draft, source_size
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.load import Load
+from mmvllm.processors.videos.processor import ClipPlan
+from mmvllm.processors.videos.qwen_vl_utils import TOTAL_TOKENS
+
+CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionInput(EngineInput):
+    """An image's or a clip's prompt; `seen` is what its record says of it, by the names in `record.SEEN`.
+
+    `others` are those with the job's further prompts, and the same image or clip.
+    """
+
+    seen: dict[str, Any]
+    others: tuple[EngineInput, ...] = ()
+
+
+class CaptionPreparer:
+    """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used."""
+
+    def __init__(self, processor: Processor | ForeignProcessor, loader: Loader):
+        self._processor, self._loader = processor, loader
+
+    def __call__(self, request: dict) -> CaptionInput:
+        seen: dict[str, Any] = {}
+
+        def image(item: Item, draft: Draft | None = None) -> Image:
+            image = self._loader.image(item, draft)
+            seen.update(seen_of_image(image))
+            return image
+
+        def video(item: Item, plan: ClipPlan) -> Clip:
+            clip = self._loader.clip(item, _within_context(plan))
+            seen.update(_seen_of_clip(item, clip))
+            return clip
+
+        load = Load(_once(image), _once(video))
+        if "more" not in request:
+            return _caption_input(self._processor(request, load), seen)
+        shared = {key: value for key, value in request.items() if key != "more"}
+        requests = [shared, *(shared | {"messages": messages} for messages in request["more"])]
+        first, *others = self._processor.together(requests, load)
+        return _caption_input(first, seen, tuple(_with_media_of(first, other) for other in others))
+
+
+def _caption_input(made: EngineInput, seen: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
+    return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, seen=seen, others=others)
+
+
+def _once(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads what a request has once, although a processor of the caller's asks for each prompt."""
+    made: list[Any] = []
+
+    def read_once(*args: Any) -> Any:
+        if not made:
+            made.append(read(*args))
+        return made[0]
+
+    return read_once
+
+
+def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
+    """The other prompt with the very items of the first, which take memory once."""
+    if [one.digest for one in first.items] != [one.digest for one in other.items]:
+        return other  # a processor of the caller's may treat an image in another way, for another prompt
+    items = zip(first.items, other.items, strict=True)
+    same = (dataclasses.replace(own, patches=one.patches) for one, own in items)
+    return dataclasses.replace(other, items=tuple(same))
+
+
+def seen_of_image(image: Image) -> dict[str, Any]:
+    """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
+    digest = digest_of(f"{image.size}".encode(), image.tobytes())
+    width, height = source_size(image)
+    return {"digest": digest.hex(), "width": width, "height": height}
+
+
+def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:
+    """The digest is of the sampled frames, resized, and of their times; the size that of the upright video."""
+    info, number = clip.info, len(clip.frames)
+    places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the model is told times by them
+    digest = digest_of(repr(places).encode(), clip.frames.tobytes())
+    start, end = item.start or 0.0, info.duration if item.end is None else min(item.end, info.duration)
+    return {
+        "digest": digest.hex(),
+        "width": info.width,
+        "height": info.height,
+        "duration": round(info.duration, 3),
+        "start": start,
+        "end": round(end, 3),
+        "num_frames": number,
+        "fps": round(number / (end - start), 3),
+    }
+
+
+class FittingPlan(ClipPlan):
+    """Takes frames so small, and where only their rate is given so few, that `total_pixels` of its part are enough."""
+
+    __slots__ = ()
+
+    def frame_indices(self, info: VideoInfo) -> list[int]:
+        indices, factor = super().frame_indices(info), self.config.factor
+        if "fps" not in self.part:
+            return indices
+        most, number = self.part["total_pixels"] // factor**2, len(indices)
+        unlimited = dataclasses.replace(self, max_tokens=None)
+        while (num_tokens := unlimited.num_tokens_of(number, info)) > most and number > 2:
+            number = max(2, min(number - 2, int(number * most / num_tokens) // 2 * 2))
+        if number == len(indices):
+            return indices
+        part = {key: value for key, value in self.part.items() if key != "fps"}
+        return dataclasses.replace(self, part={**part, "nframes": number}).frame_indices(info)
+
+
+def _within_context(plan: ClipPlan) -> ClipPlan:
+    """The plan with frames so small and so few that a clip leaves room for a prompt and a caption."""
+    if plan.max_tokens is None:
+        return plan
+    num_tokens = min(TOTAL_TOKENS, CONTEXT_SHARE * plan.max_tokens)
+    keys = {name.name: getattr(plan, name.name) for name in dataclasses.fields(plan)}
+    return FittingPlan(**keys | {"part": {**plan.part, "total_pixels": int(num_tokens * plan.config.factor**2)}})
+
+
+class WorkerProcesses:
+    """Prepares requests as `CaptionPreparer` does, in worker processes: for more work than one interpreter lock allows.
+
+    A request whose process dies is prepared once more, and fails if that process dies too; others are not affected.
+    A process that takes too long for one is killed.
+
+    Raises ArgumentError for a processor that cannot be sent to them.
+    """
+
+    def __init__(self, processor: Processor | ForeignProcessor, num_workers: int, timeouts: Timeouts):
+        self._timeouts = timeouts
+        try:
+            self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
+        except Exception as error:  # objects decide themselves what they raise
+            raise ArgumentError(
+                "{worker_processes} needs a processor that can be pickled: {reason}", reason=error
+            ) from error
+
+    def __call__(self, request: dict) -> CaptionInput:
+        item = item_of(request["messages"])
+        return run_for(item, self._timeouts, self._pool, _prepare_in_worker, request)
+
+    def close(self) -> None:
+        """End the processes at once."""
+        self._pool.close()
+
+
+_prepare: CaptionPreparer | None = None  # of a worker process
+
+
+def _start_worker(processor: Processor | ForeignProcessor) -> None:
+    global _prepare
+    _prepare = CaptionPreparer(processor, LoaderInWorker())
+
+
+def _prepare_in_worker(request: dict) -> CaptionInput:
+    return _prepare(request)

@@ -1,0 +1,125 @@
+"""The code of Ray's workers in a captioning job: one finds the images, the others run one engine each."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+
+import pyarrow
+import ray
+
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.jobs.engine_worker import EngineSpec, EngineWorker
+from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.jobs.worklist import Selection, Worklist
+from mmvllm.captioning.outputs.caption_files import CaptionFiles
+from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.output import Output
+from mmvllm.captioning.settings import EarlierRuns
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.loading import ItemLoader
+from mmvllm.captioning.sources.tars import TarMember
+
+CHUNK = 16  # images that are sent together, and that are repeated if their actor is lost
+
+
+@dataclass(frozen=True, slots=True)
+class RayJobSpec:
+    """The description of a job that is sent to the walk and to the actors."""
+
+    engine: EngineSpec
+    selection: Selection
+    files: CaptionFiles | None
+    folder: str
+    earlier: EarlierRuns = field(default_factory=EarlierRuns)
+
+    def enter_folder(self) -> None:
+        with suppress(OSError):  # another machine may not have it; absolute paths and URLs work without it
+            os.chdir(self.folder)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Some items, later with their records; sent as one row of a data set."""
+
+    items: list[Item] = field(default_factory=list)
+    records: list[dict] = field(default_factory=list)
+    num_skipped: int = 0  # by the walk, so far, as the three below
+    num_failed_before: int = 0
+    num_further_clips: int = 0
+    passed_over: dict[str, int] = field(default_factory=dict)
+    actor: str = ""
+    engine_wait_share: float = 0.0  # of that actor
+    error: str | None = None  # of the job, not of an image
+
+    def pack(self) -> pyarrow.Table:
+        return pyarrow.table({"chunk": [json.dumps(asdict(self))]})
+
+    @classmethod
+    def unpack(cls, table: pyarrow.Table) -> "list[Chunk]":
+        chunks = [cls(**json.loads(row.as_py())) for row in table["chunk"]]
+        for chunk in chunks:
+            chunk.items = [_item(**item) for item in chunk.items]
+        return chunks
+
+
+def _item(source: str | dict | None, **others: str | None) -> Item:
+    return Item(source=TarMember(**source) if isinstance(source, dict) else source, **others)
+
+
+class _RemoteOutput(Output):
+    """The part of an output that the walk uses; another process writes the output."""
+
+    earlier = EarlierRuns()
+
+    def __init__(self, index: Index, job: RayJobSpec):
+        self.journal = self._restorer = None
+        self._index, self.files, self.earlier = index, job.files, job.earlier
+
+
+def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
+    """Find the images to caption; a generator, so that Ray takes one chunk at a time."""
+    job.enter_folder()
+    index = Index()
+    index.load(ray.get(recorded))
+    loader = ItemLoader(job.engine.timeouts, num_workers=1)
+    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), loader)
+    tasks = iter(worklist)
+    try:
+        while items := [task.item for task in islice(tasks, CHUNK)]:
+            worklist.in_flight.clear()
+            yield Chunk(items, **worklist.progress.of_the_walk).pack()
+        yield Chunk(**worklist.progress.of_the_walk).pack()
+    except (ValueError, OSError, JobError) as error:
+        yield Chunk(error=str(error)).pack()
+    finally:
+        loader.close()
+
+
+class CaptionActor:
+    """One engine. Ray calls it from several threads, whose chunks share the engine's batches."""
+
+    def __init__(self, job: RayJobSpec):
+        job.enter_folder()
+        self._error: str | None = None
+        try:
+            self._engine = EngineWorker(job.engine)
+        except (ValueError, TypeError, OSError) as error:  # if it were raised here, Ray would retry for a long time
+            self._error = str(error)
+        self._id = ray.get_runtime_context().get_actor_id()
+
+    def __call__(self, table: pyarrow.Table) -> Iterator[pyarrow.Table]:
+        # A generator, because Ray calls other functions from a single thread only.
+        for chunk in Chunk.unpack(table):
+            if chunk.error is None:
+                chunk.error = self._error
+            if chunk.error is None:
+                chunk.records = self._captions(chunk.items)
+                chunk.actor, chunk.engine_wait_share = self._id, self._engine.engine_wait_share
+            yield chunk.pack()
+
+    def _captions(self, items: list[Item]) -> list[dict]:
+        replies = [self._engine.submit(item) for item in items]
+        return [reply.result() for reply in replies]

@@ -1,0 +1,280 @@
+"""The output of a job: an append-only file of JSON lines, from which any later run resumes.
+
+Each record is written in full before the next one, and synced to the disk within a second while others follow. If the
+process is killed, only the last line can be incomplete, and the next run removes it. The file `NAME.settings` beside it
+has the settings that the records were made with.
+"""
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmvllm.captioning.errors import JobError
+from mmvllm.captioning.multi_prompt import LIST, caption_columns
+from mmvllm.captioning.outputs.atomic_write import check_regular
+from mmvllm.captioning.outputs.index import Index, keep_caption
+from mmvllm.captioning.outputs.locked_file import LockedFile
+from mmvllm.captioning.outputs.record import MAX_LINE_BYTES, as_line, is_clip, parse_record, read_line
+from mmvllm.captioning.outputs.settings_file import SettingsFile
+from mmvllm.captioning.settings import CaptionSettings, task_key
+from mmvllm.captioning.sources.items import part_of_key, real_name
+from mmvllm.errors import ArgumentError
+from mmvllm.sampling_params import MAX_COMPLETIONS
+from mmvllm.utils.text import counted
+
+logger = logging.getLogger(__name__)
+SYNC_SECONDS = 1.0
+
+
+class Journal:
+    """The records of one file, and an index of them.
+
+    Args:
+        path: the file; it is locked while the journal is open.
+        overwrite: replace the file; its content is kept until the first record is written.
+        append_anyway: add to a file that was made with other settings.
+
+    Raises ArgumentError if the file has other settings, is not a journal or cannot be opened, and ValueError if another
+    run has locked it. Methods raise JobError if the file cannot be read or written, or another program changed it.
+    """
+
+    def __init__(self, path: Path, settings: CaptionSettings, overwrite: bool = False, append_anyway: bool = False):
+        self.path, self.index = path, Index()
+        self._settings, self._overwrite = settings, overwrite
+        self.made_with = SettingsFile(path.with_name(f"{path.name}.settings"), path)
+        for one in (path, self.made_with.path):
+            check_regular(one)
+        self._num_lines, self._synced = 0, time.monotonic()
+        self.is_synced = True
+        self._has_begun = self._has_superseded = self._is_lost = self._has_unnamed = False
+        self._last_names: tuple[str | None, list[str]] = None, []
+        self._file = LockedFile(path)
+        try:
+            if self._file.size and not overwrite:
+                self.made_with.read()
+                if not append_anyway:
+                    self.made_with.check(settings)
+        except BaseException:
+            self.close()
+            raise
+        self.fingerprints = {settings.fingerprint} | self.made_with.fingerprints(settings)
+
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        """The files that it writes."""
+        return self._file.path, self.made_with.path
+
+    @property
+    def has_records(self) -> bool:
+        """Whether there is any record that is not to be overwritten."""
+        return self._file.size > 0 and (self._has_begun or not self._overwrite)
+
+    def is_own(self, record: dict) -> bool:
+        """Whether a record was made with the settings of this run."""
+        return record["settings"] in self.fingerprints
+
+    def begin(self) -> None:
+        """Read the existing records into the index, unless they are to be overwritten."""
+        if not self._overwrite:
+            with _as_job_error(self.path):
+                self._read_records()
+                if self._has_superseded:
+                    self._drop_superseded()
+
+    def append(self, record: dict) -> None:
+        """Write one record; if that fails, remove what was written of it and raise JobError."""
+        line = f"{as_line(record)}\n".encode()
+        if not self._has_begun:
+            self._begin_writing()
+        with _as_job_error(self.path):
+            self._file.append(line)
+        self._index_record(record)
+        self.is_synced = False
+        if time.monotonic() - self._synced >= SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Flush all records to the disk, and check that they are still in the file that has the journal's path."""
+        with _as_job_error(self.path):
+            self._file.sync()
+            self.check()
+            self._synced, self.is_synced = time.monotonic(), True
+
+    def check(self) -> None:
+        """Raise JobError if another program has deleted, replaced or changed the file."""
+        if not self.has_records or self._is_lost:
+            return  # nothing can be lost, or it was said
+        if (happened := self._file.what_happened()) is not None:
+            self._is_lost = True
+            made_files = " (after deleting the caption files that were made)" if self._settings.caption_files else ""
+            raise JobError(
+                f"{self.path} {happened} by another program while this run was writing to it, and with it "
+                f"{counted(self._num_lines, 'record')}; put the file back, or run the same job again{made_files}, "
+                "which captions the images without a record",
+                path=self.path,
+            )
+        if self._has_begun and not self.made_with.path.exists():
+            self.made_with.write(self._settings)
+
+    def records(self) -> Iterator[dict]:
+        """The records, one per task: the last one where a failed task was tried again."""
+        if self._overwrite and not self._has_begun:
+            return
+        for number, line in enumerate(self._lines()):
+            record = read_line(line)
+            if self.index.line(record["key"]) == number:
+                yield record
+
+    def caption_columns(self) -> list[str]:
+        """The columns of a table for the captions of jobs with several, at most `MAX_COMPLETIONS`."""
+        of_jobs = ((values.get("prompts") or [], values.get("n", 1)) for values in self.made_with.known.values())
+        unnamed = [None] if self._has_unnamed else []  # of images whose prompt is that of a list
+        columns = (caption_columns([one["name"] for one in prompts] + unnamed or [None], n) for prompts, n in of_jobs)
+        return list(dict.fromkeys(itertools.islice(itertools.chain.from_iterable(columns), MAX_COMPLETIONS)))
+
+    def close(self) -> None:
+        """Close and unlock the file; an empty one is deleted."""
+        if not self._file.is_open:
+            return
+        try:
+            self.check()
+            if self._has_superseded and not self._is_lost:
+                self._drop_superseded()
+            if self._file.size:
+                self._file.sync()
+            else:
+                self.made_with.path.unlink(missing_ok=True)
+                self._file.delete()
+        except OSError as error:  # superseded records stay in the file; the next run removes them
+            logger.warning("%s: superseded records cannot be removed: %s", self.path, error.strerror)
+        finally:
+            self._file.close()
+
+    def _begin_writing(self) -> None:
+        with _as_job_error(self.path):
+            if self._overwrite:
+                self._file.truncate(0)
+        with _as_job_error(self.made_with.path):
+            self.made_with.write(self._settings)
+        self._has_begun = True
+
+    def _read_records(self) -> None:
+        """Read the records into the index; complete the last line, or remove it if its record is incomplete."""
+        size = 0
+        for line in self._lines():
+            is_last = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
+            record = parse_record(line)
+            if record is None and is_last:
+                logger.warning(
+                    "%s: the last line is incomplete and is removed; its image is captioned again", self.path
+                )
+                self._file.truncate(size)
+                return
+            if record is None:
+                self._has_superseded = False  # the file stays as it is
+                raise ArgumentError(
+                    "{path}: line {line} is not a record of a caption; correct or delete the line, or start again with "
+                    "{overwrite}",
+                    path=self.path,
+                    line=self._num_lines + 1,
+                )
+            size += len(line)
+            self._read_record(record)
+            if is_last:
+                self._file.append(b"\n")
+                return
+
+    def _read_record(self, record: dict) -> None:
+        if record["error"] is not None and record["finish_reason"] is None:
+            # Not an image but a folder, tar or line that could not be read: every run tries it again.
+            self._num_lines, self._has_superseded = self._num_lines + 1, True
+            return
+        self._index_record(record)
+        if self.is_own(record):
+            for name in self._names(record):
+                self.index.add_name(name, record["key"])
+            keep_caption(self._settings, self.index, record)
+
+    def _names(self, record: dict) -> Iterator[str]:
+        """Further keys of the image: with its path as it was recorded, and with its real path, as tasks have it now."""
+        path, id, prompt = record["path"], record["id"], record["prompt"]
+        if is_clip(record):
+            part = self._part(record)
+            if part is not None:
+                yield task_key(self._settings.fingerprint, path, id, prompt, "", *part)
+            return
+        yield task_key(self._settings.fingerprint, path, id, prompt, "")
+        first = (record["settings"], path, id, prompt)
+        # Of a version whose keys had paths as typed.
+        if not _leaves_tar(path) and record["key"] in (task_key(*first), task_key(*first, "")):
+            yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
+
+    def _part(self, record: dict) -> tuple[str, ...] | None:
+        """What the key of a video's clip has beyond that of an image; None for a range that a list has named."""
+        path, id, prompt = record["path"], record["id"], record["prompt"]
+        for real in self._real_names(path):
+            for part in ((), (part_of_key(record["start"]),)):
+                if record["key"] == task_key(record["settings"], real, id, prompt, "", *part):
+                    return part
+        return None
+
+    def _real_names(self, path: str) -> list[str]:
+        """The real names that the video of a clip had for the runs of this output; the last ones are kept.
+
+        The clips of a video follow each other.
+        """
+        if self._last_names[0] != path:
+            folders = (os.getcwd(), *self.made_with.folders)
+            names = dict.fromkeys(real_name(os.path.join(folder, path)) for folder in folders)
+            self._last_names = path, list(names)
+        return self._last_names[1]
+
+    def _index_record(self, record: dict) -> None:
+        has_failed = record["error"] is not None and self.is_own(record)
+        self._has_unnamed |= any(one["name"] is None for one in record.get(LIST, ()))
+        is_new = self.index.note(record["key"], has_failed, self._num_lines)
+        self._has_superseded |= not is_new
+        self._num_lines += 1
+
+    def _drop_superseded(self) -> None:
+        """Rewrite the file without the failures that were, or will be, tried again."""
+        target = self._file.path
+        temporary = target.with_name(f"{target.name}.tmp")
+        temporary.unlink(missing_ok=True)
+        file = LockedFile(temporary, is_new=True)
+        try:
+            for number, line in enumerate(self._lines()):
+                if self.index.line(json.loads(line)["key"]) == number:
+                    file.append(line)
+            file.sync()
+            self._file.take_over(file)
+        finally:
+            file.close()
+        keys = (json.loads(line)["key"] for line in self._lines())
+        self._num_lines, self._has_superseded = self.index.renumber(keys), False
+
+    def _lines(self) -> Iterator[bytes]:
+        if not self.path.exists():  # the journal was closed without a record
+            return
+        with self.path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):  # an output of others may be one endless line
+                yield line
+
+
+def _leaves_tar(path: str) -> bool:
+    """Whether a path may be that of a member such as "../b.png" of a tar, which is not the file beside the tar."""
+    before, found, _ = path.rpartition("/../")
+    return bool(found) and ".tar/" in f"{before}/".lower()
+
+
+@contextmanager
+def _as_job_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JobError.cannot_write(path, error) from error

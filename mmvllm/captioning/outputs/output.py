@@ -1,0 +1,302 @@
+"""The outputs of a job: the journal, and the tables and caption files that are made from it."""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+
+from mmvllm.captioning.errors import JobError, explained
+from mmvllm.captioning.json_captions import object_columns
+from mmvllm.captioning.outputs.atomic_write import check_regular
+from mmvllm.captioning.outputs.caption_files import FILE_FORMATS, CaptionFiles
+from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.restorer import Restorer
+from mmvllm.captioning.outputs.tables import write_csv, write_parquet
+from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
+from mmvllm.captioning.sources.context import check_suffix
+from mmvllm.captioning.sources.items import Item
+from mmvllm.errors import ArgumentError
+
+TABLES = {"csv": write_csv, "parquet": write_parquet}
+RECORD_FORMATS = ("jsonl", *TABLES)
+FORMATS = (*RECORD_FORMATS, *FILE_FORMATS)
+DEFAULT_JOURNAL = "captions.jsonl"
+
+
+class OutputFolder:
+    """The folder of caption files at `path`, watched while a job runs; nothing if `path` is None."""
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self._is_new = False
+        self._identity: os.stat_result | None = None
+
+    def make(self) -> None:
+        """Make the folder if it is missing; raises ArgumentError if that fails."""
+        if self.path is None:
+            return
+        try:
+            self._is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._identity = self.path.stat()
+        except OSError as error:
+            raise ArgumentError(
+                "{output_dir} {path} cannot be made: {reason}", path=self.path, reason=explained(error)
+            ) from error
+
+    def check(self) -> None:
+        """Raise JobError if the folder was removed or replaced since it was made."""
+        if self._identity is None:
+            return
+        try:
+            is_same = os.path.samestat(self._identity, self.path.stat())
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise JobError(
+                f"{self.path} was removed or replaced by another program while this run was writing caption files to "
+                "it; put it back, or run the same job again, which writes the files of all recorded images",
+                path=self.path,
+            )
+
+    def remove_if_new(self) -> None:
+        """Remove the folder if this job has made it and nothing is in it."""
+        if self._is_new:
+            with suppress(OSError):  # it is not empty
+                self.path.rmdir()
+
+
+class Output:
+    """Everything that a job writes; the arguments are those of `caption_images`. No file is changed before `begin`."""
+
+    def __init__(
+        self,
+        settings: CaptionSettings,
+        path: Path | None,
+        format: str | None = None,
+        output_dir: Path | None = None,
+        overwrite: bool = False,
+        append_anyway: bool = False,
+        skip_existing: bool = False,
+        retry_failed: bool = False,
+        caption_extension: str | None = None,
+    ):
+        self._settings = settings
+        options = (overwrite, append_anyway, skip_existing, retry_failed, caption_extension)
+        self.path, self.format = path, check_output(settings, path, format, output_dir, *options)
+        self.files = None
+        self._unwritten: list[dict] = []  # records whose files are to be written
+        if self.format in FILE_FORMATS:
+            self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing, caption_extension)
+            self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
+        self._folder = OutputFolder(output_dir)
+        self.journal = self._restorer = None
+        if self.path is None:
+            return
+        self._folder.make()
+        try:
+            self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
+        except BaseException:
+            self._folder.remove_if_new()
+            raise
+        self.reserve(self.journal.paths)
+        if self.files is not None:
+            self._restorer = Restorer(self.files, self.journal)
+
+    def reserve(self, paths: Iterable[str | PathLike]) -> None:
+        """Do not let a caption file replace one of these files, which the job reads or writes."""
+        if self.files is not None:
+            self.files.reserved |= {os.path.realpath(path) for path in paths}
+
+    @property
+    def index(self) -> Index:
+        """The index of the recorded tasks; valid after `begin`."""
+        return self.journal.index if self.journal else self._index
+
+    @property
+    def earlier(self) -> EarlierRuns:
+        """What is known of the earlier runs into this output."""
+        if self.journal is None or not self.journal.made_with.known:
+            return EarlierRuns()
+        return EarlierRuns(tuple(self.journal.made_with.folders), tuple(self.journal.fingerprints))
+
+    def begin(self) -> None:
+        """Read the existing records, and write caption files that they name and that are missing."""
+        if self.journal is None:
+            self._index = Index()
+            return
+        self.journal.begin()
+        if self._restorer is not None:
+            self._restorer.begin()
+
+    def found(self, item: Item, key: str) -> None:
+        """Take note that this run has found an image that is recorded."""
+        if self._restorer is not None:
+            self._restorer.found(item, key)
+
+    def skips(self, item: Item) -> bool:
+        """Whether an image is left out because its caption file exists."""
+        return self.files is not None and self.files.skips(item)
+
+    def claim_file(self, item: Item) -> str | None:
+        """The path of this item's caption file, if the format has one; raises ValueError if it cannot be used."""
+        return None if self.files is None or item.error else str(self.files.claim(item, self.index))
+
+    def write(self, record: dict) -> None:
+        """Write a record to the journal, and its caption file later; raises JobError if that fails."""
+        if self.journal is None:
+            return
+        self.journal.append(record)
+        if record["file"] is not None:
+            self._unwritten.append(record)
+        if self.journal.is_synced:
+            self._write_files(self._take_unwritten())
+
+    def _take_unwritten(self) -> list[dict]:
+        records = list(self._unwritten)
+        self._unwritten.clear()  # if one cannot be written, the next run restores all
+        return records
+
+    def _write_files(self, records: list[dict]) -> None:
+        """Call this only after the journal is synced: a file without a record would count as not made by this job."""
+        self._folder.check()
+        for record in records:
+            self.files.write(record)
+
+    def finish(self) -> None:
+        """Check that all that was written is still there, and write the table of all records, if the format is one."""
+        self._flush()
+        if self.journal is not None:
+            self.journal.check()
+        self._folder.check()
+        if self._restorer is not None:
+            self._restorer.finish()
+        if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
+            try:
+                columns = self.journal.caption_columns(), object_columns(self._settings.schema)
+                TABLES[self.format](self.path, self.journal.records(), *columns)
+            except OSError as error:
+                hint = f"; all records are in {self.journal.path}"
+                raise JobError.cannot_write(self.path, error, hint) from error
+
+    def close(self) -> None:
+        """Write the remaining caption files, and close the journal."""
+        try:
+            self._flush()
+        finally:
+            if self.journal is not None:
+                self.journal.close()
+            self._folder.remove_if_new()
+
+    def _flush(self) -> None:
+        if records := self._take_unwritten():
+            self.journal.sync()  # raises JobError if the records are lost; their files are not written then
+            self._write_files(records)
+
+    def _journal_path(self) -> Path:
+        return _journal_of(self.path) if self.format in TABLES else self.path
+
+
+def check_output(
+    settings: CaptionSettings,
+    path: Path | None,
+    format: str | None = None,
+    output_dir: Path | None = None,
+    overwrite: bool = False,
+    append_anyway: bool = False,
+    skip_existing: bool = False,
+    retry_failed: bool = False,
+    caption_extension: str | None = None,
+) -> str:
+    """The format of an output with these arguments; raises ArgumentError for arguments that do not fit together."""
+    format = format or _format_of(path)
+    _check(path, format, output_dir, overwrite, skip_existing)
+    if caption_extension is not None:
+        _check_extension(caption_extension, format)
+    if overwrite and (skip_existing or retry_failed):
+        raise ArgumentError(
+            "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
+            "or {retry_failed}"
+        )
+    if format in FILE_FORMATS:
+        _check_context(caption_extension or FILE_FORMATS[format][0], output_dir, settings.context_from)
+    elif path is None:
+        _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
+    return format
+
+
+def _format_of(path: Path | None) -> str:
+    """The format that the suffix names, JSON lines without one; raises ArgumentError for a suffix that names none."""
+    suffix = path.suffix.removeprefix(".").lower() if path else ""
+    if suffix in ("", *RECORD_FORMATS):
+        return suffix or "jsonl"
+    *most, last = (f".{name}" for name in RECORD_FORMATS)
+    raise ArgumentError(
+        "{output} {path}: the suffix is not {suffixes}; name it {jsonl}, or choose a {format}",
+        path=path,
+        suffixes=f"{', '.join(most)} or {last}",
+        jsonl=path.with_suffix(".jsonl").name,
+    )
+
+
+def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
+    if path is not None and not (os.path.isdir(path.parent) or path.parent == output_dir):
+        raise ArgumentError(
+            "{output} {path}: there is no folder {folder}; make it first", path=path, folder=path.parent
+        )
+    if path is not None and os.path.isdir(path):
+        raise ArgumentError("{output} {path} is a folder; name a file", path=path)
+    if output_dir is not None and os.path.lexists(output_dir) and not os.path.isdir(output_dir):
+        raise ArgumentError("{output_dir} {path} is not a folder; choose another", path=output_dir)
+    if output_dir is not None and os.path.isdir(output_dir) and not os.access(output_dir, os.W_OK | os.X_OK):
+        raise ArgumentError("{output_dir} {path} is not writable", path=output_dir)
+    if format not in FILE_FORMATS:
+        for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
+            if value:
+                names = ", ".join(FILE_FORMATS)
+                raise ArgumentError(f"{{{name}}} is for caption files ({names}), the format is {format}")
+    if format in TABLES:
+        _check_table(path, format, overwrite)
+
+
+def _check_extension(extension: str, format: str) -> None:
+    check_suffix("caption_extension", extension)
+    if format != "txt":
+        raise ArgumentError("{caption_extension} is for the format txt, the format is {value}", value=format)
+
+
+def _check_context(suffix: str, output_dir: Path | None, context_from: str | None) -> None:
+    if output_dir is None and suffix == context_from:
+        raise ArgumentError(
+            "{context_from} is {suffix!r}, which the caption files have, too: they would replace what they are made "
+            "from; choose another {caption_extension}, or an {output_dir}",
+            suffix=context_from,
+        )
+
+
+def _check_unrecorded(**options: bool) -> None:
+    for name, value in options.items():
+        if value:
+            raise ArgumentError(f"{{{name}}} concerns existing records; give {{output}} too")
+
+
+def _check_table(path: Path | None, format: str, overwrite: bool) -> None:
+    if path is None:
+        raise ArgumentError(f"{format} needs {{output}} FILE.{format}")
+    if format == "parquet" and find_spec("pyarrow") is None:
+        raise ValueError("parquet needs pyarrow: pip install 'mmvllm[parquet]'")
+    check_regular(path)
+    if os.path.lexists(path) and not os.path.lexists(_journal_of(path)) and not overwrite:
+        raise ArgumentError(
+            "{path} exists and was not made by mmvllm; choose another {output}, or replace the file with {overwrite}",
+            path=path,
+        )
+
+
+def _journal_of(table: Path) -> Path:
+    return table.with_name(f"{table.name}.journal.jsonl")

@@ -1,0 +1,75 @@
+"""Finds the images and videos that paths, glob patterns, tar shards and lists name, lazily.
+
+None is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from mmvllm.captioning.sources import lists
+from mmvllm.captioning.sources.counts import Counts
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.lists import in_list, open_list
+from mmvllm.captioning.sources.names import (
+    URL,
+    folder_name,
+    is_media_name,
+    is_video_name,
+    relative_of_url,
+    relative_path,
+)
+from mmvllm.captioning.sources.tars import PACKED
+from mmvllm.captioning.sources.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
+
+
+def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = None) -> Iterator[Item]:
+    """Find the images and videos in folders, glob patterns, tar shards, lists ("-" is standard input), URLs and files.
+
+    Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
+    read is an item with an error. Other files in folders and tars, and hidden ones, are counted in `passed_over`.
+
+    Raises ValueError, before the search, for a list that cannot be read and for a path that does not exist.
+    """
+    given = [os.fsdecode(path) for path in paths]
+    for path in given:
+        is_pipe = os.path.exists(path) and not os.path.isfile(
+            path
+        )  # a test by opening would close the pipe under its writer
+        if path != "-" and _kind(path) == "list" and not is_pipe:
+            open_list(path).close()
+        if _kind(path) == "file" and not is_media_name(path) and not os.path.lexists(path):
+            raise ValueError(f"{path}: there is no such file or folder")
+    return _find(given, Counts() if passed_over is None else passed_over)
+
+
+def _kind(path: str) -> str:
+    if path == "-":
+        return "list"
+    if URL.match(path):
+        return "url"
+    if os.path.isdir(path):
+        return "folder"
+    if MAGIC.search(path) and not os.path.lexists(path):
+        return "pattern"
+    if path.lower().endswith(".tar") or PACKED.search(path):
+        return "tar"
+    return "list" if path.lower().endswith(lists.SUFFIXES) else "file"
+
+
+def _find(paths: list[str], passed_over: Counts) -> Iterator[Item]:
+    followed: set[tuple] = set()
+    for path in paths:
+        kind = _kind(path)
+        if kind == "folder":
+            name = folder_name(path) if len(paths) > 1 else ""
+            yield from Walk(path, name, EVERYTHING, followed, passed_over).items()
+        elif kind == "pattern":
+            yield from match_pattern(path, followed, passed_over)
+        elif kind == "tar":
+            yield from in_tar(path, relative_path(PurePath(path).name), passed_over)
+        elif kind == "list":
+            yield from in_list(path)
+        else:
+            relative = relative_of_url(path) if kind == "url" else relative_path(PurePath(path).name)
+            yield Item(path, relative, path, is_video=is_video_name(path))

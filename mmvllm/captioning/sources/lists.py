@@ -1,0 +1,156 @@
+"""Reads the images and videos that text and JSONL lists name, line by line."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, BinaryIO
+
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.names import URL, is_video_name, relative_of_url, relative_path
+from mmvllm.utils.text import check_json_size, parse_json
+
+SUFFIXES = (".jsonl", ".lst", ".txt")
+MAX_SECONDS = 1e9
+MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
+MAX_NAME = 65_536  # characters of a path or a URL
+MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
+MAX_UNICODE_BYTES = 32 << 20  # of a line that is not ASCII: one such character makes a text take four times its size
+NOT_ASCII = "is a data URI with characters that are not ASCII"
+MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
+_STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
+_TYPES = {
+    **dict.fromkeys(("image", "video", "prompt", "context"), _STRING),
+    "id": ("a string or an integer", (str, int)),
+    **dict.fromkeys(("start", "end"), _SECONDS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    text: bytes
+    folder: str  # names are relative to it
+    name: str  # "list.jsonl:12"
+    relative: str
+
+
+def in_list(path: str) -> Iterator[Item]:
+    item = _json_item if path.lower().endswith(".jsonl") else _text_item
+    folder, stem = os.path.dirname(path), "stdin" if path == "-" else PurePath(path).stem
+    with _open_stdin() if path == "-" else open_list(path) as file:
+        for number, text in enumerate(_lines(file), 1):
+            is_long = len(text) > MAX_LINE_BYTES
+            text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
+            line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
+            if is_long:
+                yield _failed(line, f"has more than {MAX_LINE_BYTES >> 20} MiB")
+            elif b"\0" in text:  # as in a sparse file, whose lines would take gigabytes of memory
+                yield _failed(line, "has a NUL character")
+            elif text.strip():
+                yield item(line)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a list; of one that is too long, which may have no end, the beginning."""
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        yield text
+        while len(text) > MAX_LINE_BYTES and not text.endswith(b"\n"):
+            text = file.readline(MAX_LINE_BYTES + 1)
+
+
+def _open_stdin() -> BinaryIO:
+    # Not sys.stdin.buffer: a thread blocked in its readline holds a lock that the interpreter needs to exit.
+    return open(0, "rb", closefd=False)
+
+
+def open_list(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"{path}: the list cannot be read ({error.strerror})") from None
+
+
+def _failed(line: _Line, error: str, *own: str | None) -> Item:
+    return Item(line.name, line.relative, None, *own, error=error)
+
+
+def _text_item(line: _Line) -> Item:
+    is_data, is_ascii = line.text[:5].lower() == b"data:", line.text.isascii()
+    if is_data and not is_ascii:
+        return _failed(line, NOT_ASCII)
+    if not is_data and len(line.text) > 4 * MAX_NAME:
+        return _failed(line, f"is no path or URL: it has {len(line.text)} bytes")
+    try:
+        name = os.fsdecode(line.text)
+        return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
+    except UnicodeDecodeError:  # on Windows, where names are Unicode
+        return _failed(line, "is not UTF-8 text")
+
+
+def _json_item(line: _Line) -> Item:
+    if len(line.text) > MAX_UNICODE_BYTES and not line.text.isascii():
+        most = f"{MAX_UNICODE_BYTES >> 20} MiB"
+        return _failed(line, f"has more than {most} and characters that are not ASCII; write them as \\u escapes")
+    try:
+        check_json_size(line.text, MAX_LINE_VALUES)
+        record = parse_json(line.text.decode())
+    except ValueError as error:
+        return _failed(line, f"is not valid JSON ({getattr(error, 'msg', error)})")
+    if not isinstance(record, dict):
+        return _failed(line, 'is not an object; write {"image": PATH}')
+    id = str(record["id"])[: MAX_LENGTHS["id"]] if _has_type(record.get("id"), (str, int)) else None
+    if (problem := _problem(record)) is not None:
+        return _failed(line, problem, id)
+    own = (id, record.get("prompt"), record.get("context"))
+    if "image" in record:
+        return _listed(record["image"], line, *own)
+    start, end = (float(record[key]) if key in record else None for key in ("start", "end"))
+    part = "" if start is None and end is None else f"{start}-{end}"
+    clip = {"is_video": True, "start": start, "end": end, "part": part}
+    return dataclasses.replace(_listed(record["video"], line, *own), **clip)
+
+
+def _problem(record: dict) -> str | None:
+    """What is wrong with an object of a list; keys whose value is null are removed."""
+    for key in [key for key, value in record.items() if value is None]:
+        del record[key]
+    if "image" in record and "video" in record:
+        return 'has both "image" and "video"; give one of them'
+    if record.get("image", record.get("video", "")) == "":
+        return 'has no "image" or "video"; give a path, a URL or a data URI'
+    for key, (wanted, types) in _TYPES.items():
+        if key in record and not _has_type(record[key], types):
+            return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
+        text = str(record.get(key, ""))
+        if "\0" in text:
+            return f'"{key}" has a NUL character'
+        if len(text) > MAX_LENGTHS.get(key, len(text)):
+            return f'"{key}" has {len(text)} characters, at most {MAX_LENGTHS[key]} are accepted'
+    return _problem_of_range(record)
+
+
+def _problem_of_range(record: dict) -> str | None:
+    if "image" in record and ("start" in record or "end" in record):
+        return '"start" and "end" go with "video"'
+    if not 0 <= record.get("start", 0) < record.get("end", MAX_SECONDS) <= MAX_SECONDS:
+        return '"start" and "end" are seconds with 0 <= start < end'
+    return None
+
+
+def _has_type(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _listed(name: str, line: _Line, *own: str | None) -> Item:
+    """The item for a line with this name; a path is tried below the list's folder first."""
+    if name[:5].lower() == "data:":
+        return Item(line.name, line.relative, name, *own) if name.isascii() else _failed(line, NOT_ASCII, *own)
+    if len(name) > MAX_NAME:
+        return _failed(line, f"is no path or URL: it has {len(name)} characters", *own)
+    if URL.match(name):
+        return Item(name, relative_of_url(name), name, *own)
+    near = os.path.join(line.folder, name)
+    path = near if os.path.lexists(near) else name
+    return Item(path, relative_path(name), path, *own)

@@ -1,0 +1,168 @@
+"""How the images and videos of a job are loaded: within limits of time, and videos within a limit of memory, too.
+
+Images are decoded in threads, but for those that may take far more memory or time than their size suggests. These, and
+videos, of which a few bytes can make FFmpeg allocate gigabytes before the size is known, are decoded in worker
+processes, which have limits.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from PIL.Image import Image
+
+from mmvllm.captioning.sources.items import Item
+from mmvllm.captioning.sources.names import FORMATS
+from mmvllm.captioning.sources.tars import TarMember
+from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts, outside
+from mmvllm.config import MiB
+from mmvllm.errors import RequestError
+from mmvllm.media.decoding import import_video_decoders, memory_of_video
+from mmvllm.processes.pool import NUM_WORKERS, WorkerDied, WorkerPool, WorkerTimeout
+from mmvllm.processes.worker import reserve_in_parent
+from mmvllm.processors.budget import DECODING, VIDEO_DECODING, DecodeBudget
+from mmvllm.processors.images.decode import Reserve
+from mmvllm.processors.images.draft import Draft
+from mmvllm.processors.images.load import load_image
+from mmvllm.processors.images.scan import needs_limits
+from mmvllm.processors.videos.clip import Clip, VideoInfo
+from mmvllm.processors.videos.load import load_video, load_video_info
+from mmvllm.processors.videos.processor import ClipPlan
+from mmvllm.utils.time_limit import TimeLimit
+
+T = TypeVar("T")
+
+# Encoded images that are read at once, in threads: files may be as large as `processors.load.MAX_FILE_BYTES`.
+ENCODED = DecodeBudget(1024 * MiB)
+# Larger files are decoded in a process that can be killed: a thread that takes too long keeps what it has read.
+MAX_THREAD_BYTES = 64 * MiB
+
+
+class Loader(Protocol):
+    """Loads the images and clips of a job; raises ValueError for one that cannot be used."""
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image: ...
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip: ...
+
+
+class ItemLoader:
+    """The loader of a process that decodes for a job; `close` ends its worker processes.
+
+    Args:
+        timeouts: for what takes too long; a thread is then left behind, a process is killed.
+        num_workers: maximum number of worker processes, each of which is started when a video, or an image that needs
+            limits, is loaded.
+    """
+
+    def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
+        self.timeouts = timeouts
+        self._pool = WorkerPool(num_workers or NUM_WORKERS, import_video_decoders, reserve=VIDEO_DECODING.reserve)
+
+    def close(self) -> None:
+        """End the processes at once."""
+        self._pool.close()
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image:
+        """The image of an item; raises ValueError."""
+
+        def load(limit: TimeLimit) -> Image:
+            num_bytes, reserve = item.num_bytes, outside(limit, DECODING.reserve)
+            if num_bytes > MAX_THREAD_BYTES:
+                raise _NeedsLimits
+            with outside(limit, ENCODED.reserve)(num_bytes):
+                return load_image(item.read(), draft, formats=FORMATS, reserve=reserve, check=_check_thread_may_decode)
+
+        try:
+            return self.timeouts.load(item, load)
+        except _NeedsLimits:
+            pass  # goes on below, where the encoded image that the error's frames hold is gone; a URL is fetched again
+        return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip:
+        """The frames that the plan takes; raises ValueError."""
+        return run_for(item, self.timeouts, self._pool, load_clip, item, plan)
+
+    def info(self, item: Item) -> VideoInfo:
+        """What is known of a video before its frames are decoded; raises ValueError."""
+        return run_for(item, self.timeouts, self._pool, _load_info, item)
+
+
+class _NeedsLimits(Exception):
+    """A process with limits must decode an image."""
+
+
+def _check_thread_may_decode(data: bytes) -> None:
+    if needs_limits(data):
+        raise _NeedsLimits
+
+
+class LoaderInWorker:
+    """The loader of a worker process, which its parent kills for what takes too long."""
+
+    def image(self, item: Item, draft: Draft | None = None) -> Image:
+        """The image of an item; raises ValueError."""
+        return load_limited_image(item, draft)
+
+    def clip(self, item: Item, plan: ClipPlan) -> Clip:
+        """The frames that the plan takes; raises ValueError."""
+        return load_clip(item, plan)
+
+
+def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[..., T], *args: Any) -> T:
+    """The result of `task(*args)` in a process, at the second attempt if the first one ends its process.
+
+    Raises RequestError if both do, or if it takes longer than an item may.
+    """
+    run = partial(pool.run, task, *args, timeout=timeouts.seconds_for(item))
+    try:
+        try:
+            return run()
+        except WorkerDied:
+            return run()
+    except WorkerDied as error:
+        raise RequestError(f"preparation failed, its worker process died twice: {error}") from None
+    except WorkerTimeout:
+        raise timeouts.exceeded(item) from None
+
+
+# What follows runs in the worker processes.
+
+
+def load_limited_image(item: Item, draft: Draft | None) -> Image:
+    """The image of an item, within the limit of memory; raises ValueError."""
+    return _limited(
+        lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item, item.num_bytes
+    )
+
+
+def load_clip(item: Item, plan: ClipPlan) -> Clip:
+    """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
+    return _limited(lambda source, reserve: load_video(source, plan, reserve=reserve), item, _num_bytes_held(item))
+
+
+def _load_info(item: Item) -> VideoInfo:
+    # Clips are made of all of its time, so that two frames that are years apart would be millions.
+    return _limited(
+        lambda source, reserve: load_video_info(source, reserve=reserve, counts=True), item, _num_bytes_held(item)
+    )
+
+
+def _num_bytes_held(video: Item) -> int:
+    """A tar's member is read whole, a file piece by piece."""
+    return video.num_bytes if isinstance(video.source, TarMember) else 0
+
+
+def _limited(load: Callable[[Any, Reserve], T], item: Item, num_bytes: int) -> T:
+    """Load the item's source, of which `num_bytes` are in memory beside what each reservation is for."""
+
+    def reserve(more: int) -> AbstractContextManager[None]:
+        return reserve_in_parent(num_bytes + more)
+
+    try:
+        with memory_of_video(), reserve(0) if num_bytes else nullcontext():
+            return load(item.read(), reserve)
+    except MemoryError:
+        pass
+    raise RequestError("takes too much memory to decode; shrink it")  # here, where the error above is gone

@@ -1,0 +1,168 @@
+"""Encoded images and PIL images -> upright 8-bit RGB, within a budget of memory; every failure is an ImageError."""
+
+import io
+import re
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, closing
+from functools import cache
+
+from PIL import Image, UnidentifiedImageError
+
+from mmvllm.errors import ImageError
+from mmvllm.processors.images.draft import Draft, with_source_size
+from mmvllm.processors.images.pixels import orientation_of, upright_rgb
+from mmvllm.processors.images.scan import RefusedImage, check_opened, embedded_size, read_in_few_pieces, scan
+
+Reserve = Callable[[int], AbstractContextManager]
+
+MAX_SIDE = 500_000  # pixels: each row takes 12 bytes more in each copy, whatever its width
+_ICONS = (b"\0\0\1\0", b"icns")
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
+
+_VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI ", re.DOTALL)  # MP4 and MOV, Matroska and WebM, AVI
+
+# Bytes per pixel, measured as the growth of the resident size by images of 4000x4000 pixels: of the modes that do not
+# have four (RGB has an unused one); of the new RGB image, and of the arrays that 16 and 32 bits take; and of what a
+# format's decoder holds beside the image that it fills. Estimates are from 1 % below to 2.4 times what was measured:
+# those of HEIF and AVIF have slack on purpose.
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
+_RGB_BYTES = {"I;16": 5, "I;16B": 5, "I;16L": 5, "I;16N": 5, "I": 9, "F": 9}
+_DECODER_BYTES = {"WEBP": 8, "AVIF": 8, "HEIF": 8, "JPEG2000": 12, "FITS": 40}
+_PROGRESSIVE_BYTES = 6  # the coefficients, of the whole image even if a draft is decoded
+
+
+def decode(
+    source: Image.Image | bytes,
+    name: str,
+    max_pixels: int,
+    reserve: Reserve,
+    formats: Collection[str] | None = None,
+    draft: Draft | None = None,
+) -> Image.Image:
+    """A new upright RGB image; raises ImageError, which holds nothing of the image and no other exception."""
+    try:
+        if isinstance(source, bytes):
+            return _decode_bytes(source, max_pixels, reserve, readable_formats(formats), draft)
+        return _decode_image(source, max_pixels, reserve)
+    except UnidentifiedImageError:
+        reason = _unidentified(source, formats)
+    except Exception as error:  # Pillow's readers raise any exception for a damaged file
+        reason = _reason(error)
+    raise ImageError(name, reason)  # here, where the exception above and the frames that it holds are gone
+
+
+def readable_formats(names: Collection[str] | None = None) -> list[str]:
+    """Pillow's names of the formats that can be read here, only those among `names` if given."""
+    return _formats() if names is None else [name for name in names if name in _formats()]
+
+
+@cache
+def _formats() -> list[str]:
+    """All formats that Pillow reads, except EPS, for which it would run Ghostscript on the file; HEIF if installed."""
+    Image.init()
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        pass
+    else:
+        register_heif_opener()
+    return [name for name in Image.OPEN if name != "EPS"]
+
+
+def _decode_bytes(
+    data: bytes, max_pixels: int, reserve: Reserve, formats: list[str], draft: Draft | None
+) -> Image.Image:
+    scan(data)
+    if data.startswith(_ICONS):
+        return _decode_icon(data, max_pixels, reserve, formats)
+    with closing(Image.open(io.BytesIO(data), formats=formats)) as image:
+        _check_size(image.size, max_pixels)
+        check_opened(image)
+        read_in_few_pieces(image, len(data))
+        size, num_encoded_pixels = image.size, _area(image.size)
+        if draft is not None:
+            draft.apply(image)
+        num_bytes = decoding_bytes(image, _area(image.size), num_encoded_pixels)
+        with reserve(num_bytes), closing(image):  # closed before others may use its bytes
+            upright = _pixels(image, num_bytes, is_own=True)
+            if draft is None:
+                return upright
+            return with_source_size(upright, size[::-1] if orientation_of(upright) > 4 else size)
+
+
+def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[str]) -> Image.Image:
+    """Pillow decodes an ICO when it opens it, and icons in the size of the image inside, whatever their header says."""
+    size = embedded_size(data)
+    _check_size(size, max_pixels)
+    num_bytes = 12 * _area(size)
+    with reserve(num_bytes), closing(Image.open(io.BytesIO(data), formats=formats)) as image:
+        return _pixels(image, num_bytes, is_own=True)
+
+
+def _decode_image(image: Image.Image, max_pixels: int, reserve: Reserve) -> Image.Image:
+    _check_size(image.size, max_pixels)
+    num_bytes = decoding_bytes(image, _area(image.size), _area(image.size))
+    with reserve(num_bytes):
+        return _pixels(image, num_bytes)
+
+
+def decoding_bytes(image: Image.Image, num_pixels: int, num_encoded_pixels: int) -> int:
+    """Upper estimate of the memory that decoding an opened image to RGB takes at once, in bytes.
+
+    Args:
+        num_pixels: pixels that are decoded, fewer than `num_encoded_pixels` with a draft.
+    """
+    mode = _MODE_BYTES.get(image.mode, 4)
+    turned = 0 if image.mode == "RGB" else mode  # a turned RGB image is not copied again
+    flattened = 4 if image.has_transparency_data and image.mode != "RGBA" else 0
+    decoder = _PROGRESSIVE_BYTES if "progressive" in image.info else _DECODER_BYTES.get(image.format, 0)
+    per_pixel = mode + turned + flattened + _RGB_BYTES.get(image.mode, 4)
+    return num_pixels * per_pixel + num_encoded_pixels * decoder
+
+
+def _pixels(image: Image.Image, num_bytes: int, is_own: bool = False) -> Image.Image:
+    try:
+        image.load()
+        upright = upright_rgb(image, is_own)
+        return with_source_size(upright, upright.size)  # what a file's own text says of it is not believed
+    except MemoryError:
+        size, num_mb = f"{image.width}x{image.height} pixels", max(1, round(num_bytes / 1e6))
+    raise MemoryError(f"{size} need about {num_mb:,} MB")
+
+
+def _area(size: tuple[int, int]) -> int:
+    return size[0] * size[1]
+
+
+def _check_size(size: tuple[int, int], max_pixels: int) -> None:
+    if max(size) > MAX_SIDE:
+        raise Image.DecompressionBombError(f"it is {size[0]}x{size[1]}, more than {MAX_SIDE} pixels on a side")
+    if _area(size) > max_pixels:
+        raise Image.DecompressionBombError(f"it is {size[0]}x{size[1]}, more than {max_pixels} pixels")
+
+
+def _unidentified(source: Image.Image | bytes, formats: Collection[str] | None) -> str:
+    is_heif = isinstance(source, bytes) and source[4:8] == b"ftyp" and source[8:12] in _HEIF_BRANDS
+    if is_heif and "HEIF" not in _formats() and (formats is None or "HEIF" in formats):
+        return "is HEIC/HEIF; pip install 'mmvllm[heif]'"
+    known = "an image that Pillow can read" if formats is None else _one_of(formats)
+    if isinstance(source, bytes) and _VIDEO.match(source) and not is_heif:
+        return f"not {known}, but a video; give it as one"
+    return f"not {known}"
+
+
+def _one_of(formats: Collection[str]) -> str:
+    return f"an image in {', '.join(readable_formats(formats))}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RefusedImage):
+        return str(error)
+    if isinstance(error, Image.DecompressionBombError):
+        return f"too large to decode ({error}); shrink it first"
+    if isinstance(error, MemoryError):
+        return f"not enough memory to decode it{f': {error}' if str(error) else ''}; shrink it first"
+    # Of the exceptions that are no sentences, such as KeyError and RecursionError, the type tells more than the text.
+    is_sentence = str(error) and isinstance(error, OSError | SyntaxError | ValueError | EOFError)
+    detail = error if is_sentence else ": ".join(filter(None, (type(error).__name__, str(error))))
+    return f"cannot be decoded, damaged or truncated ({detail})"
