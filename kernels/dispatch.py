@@ -1,4 +1,4 @@
-"""When a kernel runs instead of its torch reference, and in which dtype a CPU multiplies; every kernel file imports it."""
+"""When kernels run instead of torch references, and in which dtype a CPU multiplies; all kernel files import it."""
 
 import time
 from dataclasses import dataclass

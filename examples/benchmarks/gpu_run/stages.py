@@ -50,8 +50,8 @@ class _Stages:
 
     def _engine(self) -> list[RunStep]:
         if self.small:
-            return [self._pytest("engine-tests", "-m", "not gpu", "tests/test_devices.py")]
-        files = ("tests/test_gpu.py", "tests/cli/test_bench.py")
+            return [self._pytest("engine-tests", "-m", "not gpu", "tests/utils/test_devices.py")]
+        files = ("tests/end_to_end/test_gpu.py", "tests/cli/test_bench.py")
         return [
             self._pytest("engine-tests", "-m", "gpu", "-k", f"not ({ALONE})", *files),
             self._pytest("memory-tests", "-m", "gpu", "-k", ALONE, *files, parallel=False),

@@ -1,6 +1,6 @@
 """Ranks in processes: the same tokens; whatever ends one or all of them, requests get the reason, and nothing is left.
 
-The steps themselves are tested with ranks in threads (tests/engine/test_tensor_parallel.py).
+The steps themselves are tested with ranks in threads (tests/worker/test_tensor_parallel.py).
 """
 
 import asyncio

@@ -14,7 +14,7 @@ from mmvllm import SamplingParams
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.requests import ask, noise_image
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = json.loads((BUNDLED / "tokenizer_config.json").read_text())["chat_template"]
 
 
