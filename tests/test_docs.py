@@ -17,8 +17,9 @@ import yaml
 from mmvllm.captioning.outputs.output import FORMATS
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.presets import PRESETS
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
-from mmvllm.server.responses_request import ResponsesRequest
+from mmvllm.server.chat.protocol import ChatRequest
+from mmvllm.server.completions.protocol import CompletionRequest
+from mmvllm.server.responses.protocol import ResponsesRequest
 from mmvllm.server.run import SEND_SECONDS
 from tests.helpers.documents import DOCUMENTS, ROOT, Block, blocks_of, check_command, commands_of, prose_of
 from tests.helpers.option_tables import with_tables

@@ -4,7 +4,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -100,12 +100,17 @@ print(mmvllm.processors.images.processor.__file__)
 """
     modules = [name for name in MODULES if not name.startswith(OF_EXTRAS)]
     assert len(modules) > 60
-    assert Path(python("-c", code, *modules).strip()) == ROOT / "processors" / "image.py"
+    assert Path(python("-c", code, *modules).strip()) == ROOT / "processors" / "images" / "processor.py"
 
 
 @pytest.mark.parametrize("folder", ["kernels", "processors"])
 def test_top_level_folders_are_not_packages_of_their_own(folder):
     assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_no_folder_has_more_files_than_a_reader_takes_in():
+    counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in SOURCES)
+    assert {name: count for name, count in counts.items() if count > 22} == {}
 
 
 # Messages between a process and the workers that it has started itself.

@@ -17,8 +17,10 @@ from mmvllm.demo.conversation import Options
 from mmvllm.engine.llm_engine import WARMUP_PARAMS
 from mmvllm.sampling.sampling_states import SamplingRows
 from mmvllm.scheduler.sequence import Sequence
-from mmvllm.server.convert import chat_params, completion_params
-from mmvllm.server.protocol import ChatRequest, CompletionRequest
+from mmvllm.server.chat.protocol import ChatRequest
+from mmvllm.server.chat.serving import chat_params
+from mmvllm.server.completions.protocol import CompletionRequest
+from mmvllm.server.completions.serving import completion_params
 from tests.helpers.server import chat, completion
 
 DEFAULTS = SamplingParams()
@@ -209,9 +211,9 @@ def test_the_server_takes_a_field(name, request_):
         params = request_(name, given)
     except ValidationError:
         params = None
-    assert params is not None, missing(name, "mmvllm/server/protocol.py", "SamplingRequest", exceptions)
+    assert params is not None, missing(name, "mmvllm/server/common/protocol.py", "SamplingRequest", exceptions)
     passed = getattr(params, name) == value
-    assert passed, missing(name, "mmvllm/server/convert.py", "PARAMS_OF_BOTH_APIS", exceptions)
+    assert passed, missing(name, "mmvllm/server/common/sampling.py", "PARAMS_OF_BOTH_APIS", exceptions)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     )
     # Gradio makes the server of a launched page, whose usual protocol takes heads of any size and for any time. What
     # clients send it would log as warnings.
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "mmvllm.server.connection:TimeLimitedProtocol"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "mmvllm.server.http.connection:TimeLimitedProtocol"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno >= logging.ERROR)
     decoder = MediaDecoder(policy)

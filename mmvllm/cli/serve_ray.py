@@ -10,7 +10,7 @@ from mmvllm.cli.common import at_least_one
 from mmvllm.cli.engine_options import engine_arguments
 from mmvllm.cli.ports import listen
 from mmvllm.models.folder import check_model
-from mmvllm.server.ray_options import RayServeOptions
+from mmvllm.server.ray.options import RayServeOptions
 from mmvllm.server.settings import ServerSettings
 
 NUMBERS = ("num_replicas", "min_replicas", "max_replicas", "cpus_per_replica")
@@ -91,8 +91,8 @@ def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: Ser
     port = _port(args, options)
     tell_if_bundled(args)
 
-    from mmvllm.server.ray_replica import ReplicaSpec
-    from mmvllm.server.ray_serve import serve_on_ray
+    from mmvllm.server.ray.deployment import serve_on_ray
+    from mmvllm.server.ray.replica import ReplicaSpec
 
     spec = ReplicaSpec(
         model=args.model,

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from mmvllm.server.connection import TimeLimitedProtocol
+from mmvllm.server.http.connection import TimeLimitedProtocol
 
 KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection
 SEND_SECONDS = 5.0  # for sending the responses of requests that have ended

@@ -20,6 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from mmvllm.cli.ports import listen
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.app import build_app
+from mmvllm.server.common.served_models import ServedModels
+from mmvllm.server.common.serving import Serving
+from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.run import GracefulServer, make_server
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.requests import noise_image
@@ -54,6 +57,12 @@ class Running:
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=20)
+
+
+def served(engine: AsyncLLM, model_names: tuple[str, ...] = ("bundled",), **settings) -> Serving:
+    """What the routes of a server share, to make jobs without a server."""
+    settings = ServerSettings(model_names=model_names, **settings)
+    return Serving(engine, settings, ServedModels(engine, settings), Metrics(engine, settings), decoder=None)
 
 
 @contextmanager

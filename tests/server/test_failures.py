@@ -8,10 +8,11 @@ import threading
 import pytest
 
 from mmvllm.errors import EngineStopped, EngineUnavailable
-from mmvllm.server import jobs, sse
+from mmvllm.server.chat.protocol import ChatRequest
+from mmvllm.server.common import media
+from mmvllm.server.common.jobs import CompletionJob
 from mmvllm.server.errors import from_engine
-from mmvllm.server.jobs import CompletionJob
-from mmvllm.server.protocol import ChatRequest
+from mmvllm.server.http import sse
 from tests.helpers.server import (
     CHAT,
     COMPLETIONS,
@@ -164,7 +165,7 @@ def test_a_request_that_the_operator_aborts_is_a_500(make_engine):
 
 
 def test_an_unexpected_exception_is_a_500_without_details(engine, monkeypatch, caplog):
-    monkeypatch.setattr("mmvllm.server.convert.chat_params", raising(ZeroDivisionError("secret")))
+    monkeypatch.setattr("mmvllm.server.chat.serving.chat_params", raising(ZeroDivisionError("secret")))
     app = make_app(engine, cors_origins=("https://example.org",))
     answer = call(app, "POST", CHAT, json=chat("Hello"), headers={"Origin": "https://example.org"})
     assert answer.status_code == 500 and "secret" not in error_of(answer)["message"]
@@ -175,7 +176,7 @@ def test_an_unexpected_exception_is_a_500_without_details(engine, monkeypatch, c
 
 def test_a_path_cannot_break_a_line_of_the_log(engine, monkeypatch, caplog):
     app = make_app(engine)
-    monkeypatch.setattr("mmvllm.server.convert.chat_params", raising(ZeroDivisionError()))
+    monkeypatch.setattr("mmvllm.server.chat.serving.chat_params", raising(ZeroDivisionError()))
     assert call(app, "POST", f"{CHAT}%0A", json=chat("Hello")).status_code == 500
     assert f"POST {CHAT}%0A" in caplog.text
 
@@ -228,7 +229,7 @@ def test_an_unexpected_exception_after_pings_is_an_event_without_details(engine,
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(sse, "PING_SECONDS", 0.02)
-    monkeypatch.setattr(jobs, "fetch", fetch)
+    monkeypatch.setattr(media, "fetch", fetch)
     app = tells_of_pings(make_app(engine), pinged)
     answer = call(app, "POST", CHAT, json=chat(image_part(data_uri()), stream=True))
     *pings, event = answer.text.strip().split("\n\n")
@@ -255,7 +256,11 @@ def test_too_little_memory_for_an_image_is_a_503(engine, monkeypatch, caplog, st
 
 @pytest.mark.parametrize(
     "place",
-    ["mmvllm.server.body.json.loads", "mmvllm.server.jobs.fetch", "mmvllm.server.jobs.convert.chat_params"],
+    [
+        "mmvllm.server.http.body.json.loads",
+        "mmvllm.server.common.media.fetch",
+        "mmvllm.server.chat.serving.chat_params",
+    ],
 )
 def test_too_little_memory_for_a_request_is_a_503(engine, monkeypatch, caplog, place):
     app, body = make_app(engine), json.dumps(chat(image_part(data_uri())))
@@ -269,7 +274,7 @@ def test_too_little_memory_for_a_request_is_a_503(engine, monkeypatch, caplog, p
 def test_too_little_memory_for_a_response_is_a_503(engine, monkeypatch, caplog):
     app = make_app(engine)
     with monkeypatch.context() as patch:
-        patch.setattr("mmvllm.server.completion_response.usage_of", raising(MemoryError()))
+        patch.setattr("mmvllm.server.common.job_response.usage_of", raising(MemoryError()))
         check_out_of_memory(call(app, "POST", COMPLETIONS, json=completion()))
     wait_for(lambda: is_idle(engine))
     assert not caplog.records

@@ -14,8 +14,10 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from mmvllm.processors.videos import qwen_vl_utils
 from mmvllm.server.app import build_app
-from mmvllm.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
-from mmvllm.server.responses_request import ResponsesRequest
+from mmvllm.server.chat.protocol import ChatRequest
+from mmvllm.server.completions.protocol import CompletionRequest
+from mmvllm.server.embeddings.protocol import EmbeddingRequest
+from mmvllm.server.responses.protocol import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
 from tests.helpers.images import encode
 from tests.helpers.server import (

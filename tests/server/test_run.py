@@ -103,7 +103,7 @@ def test_requests_that_fetch_images_are_in_flight(own_engine, monkeypatch):
         await asyncio.to_thread(is_fetched.wait, 20)
         return SCENES[0].read_bytes()
 
-    monkeypatch.setattr("mmvllm.server.jobs.fetch", fetch)
+    monkeypatch.setattr("mmvllm.server.common.media.fetch", fetch)
     with serving(own_engine) as running, running.connect() as connection:
         connection.sendall(post(CHAT, chat(image_part("https://example.org/a.png"), max_tokens=2)))
         wait_for(lambda: own_engine.stats().num_preparing == 1)

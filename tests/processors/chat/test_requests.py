@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mmvllm.processors.chat.requests import parse_request
-from mmvllm.server.protocol import ProcessorKwargs
+from mmvllm.server.common.protocol import ProcessorKwargs
 from tests.helpers.requests import noise_image, text, user
 
 BARE = {"type": "image"}

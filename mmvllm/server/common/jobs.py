@@ -1,0 +1,77 @@
+"""What a route asks of the engine, and how it responds."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from mmvllm.entrypoints.async_llm import UNREAD, Request
+from mmvllm.outputs import Delta
+from mmvllm.pooling_params import PoolingParams
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.common.prompts import PromptJob
+from mmvllm.server.common.response_builder import ChoiceBuffer
+from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.sampling import PARAMS_OF_BOTH_APIS
+from mmvllm.server.common.structured import StructuredField
+
+
+class Builder(Protocol):
+    """Builds the response to one request from the deltas of its prompts; a stream needs more methods."""
+
+    id: str
+    model: str
+    prompt_field: str  # of the request
+    num_values: int  # log-probabilities or numbers of vectors in the response
+
+    def count(self, delta: Delta, is_streamed: bool) -> None:
+        """Count a delta; raises ApiError for too many values."""
+
+    def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> BaseModel:
+        """The response to a request that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionJob:
+    """The engine requests of one HTTP request, and how to respond."""
+
+    requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
+    params: SamplingParams
+    builder: Builder
+    described: Callable[[], Any]  # the prompts, for the log
+    prompt: PromptJob | None = None  # of a conversation
+    structured: StructuredField | None = None
+    streams: bool = False
+    includes_usage: bool = False  # in the last chunk
+    repeats_usage: bool = False  # in every chunk, as far as it is known
+    pooling: PoolingParams | None = None  # where embeddings are wanted
+    fields: Sequence[str] | None = None  # that the prompts come from, where the builder's is not that of all
+
+    @property
+    def num_images(self) -> int:
+        return len(self.prompt.images) if self.prompt else 0
+
+    @property
+    def num_videos(self) -> int:
+        return len(self.prompt.videos) if self.prompt else 0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.params.n
+
+    def spelled(self, error: ValueError, index: int = 0) -> tuple[str, str | None]:
+        """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
+        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error, index))
+
+    def _param_of(self, error: ValueError, index: int) -> str | None:
+        if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:
+            return param
+        own = getattr(error, "param", None)
+        if own == "lora_request":
+            return "model"
+        if own == UNREAD:
+            return None
+        if self.fields is not None:
+            return self.fields[index]
+        return own if own in PARAMS_OF_BOTH_APIS else self.builder.prompt_field

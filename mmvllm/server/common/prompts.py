@@ -1,0 +1,152 @@
+"""Makes the engine's requests of conversations and texts, checked as far as is possible before media are fetched."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from mmvllm.entrypoints.async_llm import AsyncLLM, Request
+from mmvllm.entrypoints.intake import as_request
+from mmvllm.processors.chat.length_limit import LengthLimit, Truncation
+from mmvllm.server.common.conversation import (
+    OPTIONS_OF_TEMPLATE,
+    DetailLimits,
+    ImageReference,
+    chat_request,
+    images_of,
+    max_pixels_of,
+    texts_of,
+)
+from mmvllm.server.common.media import MediaFetcher
+from mmvllm.server.common.messages import InputMessage
+from mmvllm.server.common.protocol import ChatPrompt, ProcessorKwargs
+from mmvllm.server.common.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
+from mmvllm.server.errors import ApiError, engine_errors
+from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJob:
+    """A prompt that is made of a conversation once its images and videos have been fetched."""
+
+    request: Callable[[], Awaitable[Request]]
+    images: Sequence[ImageReference]
+    videos: Sequence[VideoReference]
+    processor_kwargs: ProcessorKwargs | None
+
+    def param_of(self, error: ValueError) -> str | None:
+        """The field of an image or a video, or an option of the prompt, to which an error of the engine refers."""
+        if (i := getattr(error, "image_index", None)) is not None:
+            return self.images[i].param
+        own = processor_param_of(error, self.processor_kwargs)
+        if (i := getattr(error, "video_index", None)) is not None:
+            return self.videos[i].option_of(error) or own or self.videos[i].param
+        param = getattr(error, "param", None)
+        return param if param in OPTIONS_OF_TEMPLATE else own
+
+
+class Truncated(Protocol):
+    """A request whose prompts may be cut."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+
+
+class PromptFactory:
+    """Makes the prompts of one server; raises ApiError for what cannot be one."""
+
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings):
+        self._engine, self._settings, self._media = engine, settings, MediaFetcher(settings)
+        self._detail_limits = DetailLimits.of(engine.image_config, settings.max_pixels)
+        self._video_limits = VideoOptionLimits.of(engine.video_config)
+        self._length_limit = LengthLimit.of(engine.tokenizer, engine.max_model_len)
+
+    def of_conversation(
+        self,
+        body: ChatPrompt,
+        tools: Sequence[dict],
+        reservation: ByteReservation,
+        image_params: Sequence[str] | None = None,
+        keys: Mapping[str, Any] = MappingProxyType({}),
+    ) -> PromptJob:
+        """The prompt of a conversation; `image_params` are the paths of its images where they are not those of chats.
+
+        The engine's request has `keys`, too. The images and videos that it fetches are counted in `reservation`.
+        """
+        self.check_trusted(body)
+        num_messages = len(body.messages)  # the chat template starts each of them with at least one token
+        num_characters = sum(map(len, texts_of(body.messages))) + sum(len(json.dumps(tool)) for tool in tools)
+        with engine_errors(lambda error: (str(error), "messages")):
+            self._length_limit.check_characters(num_characters, num_messages)
+        images, videos = self._media_of(body.messages, body.mm_processor_kwargs)
+        if image_params is not None:
+            images = [replace(image, param=param) for image, param in zip(images, image_params, strict=True)]
+        bounds = body.min_pixels, body.max_pixels, body.mm_processor_kwargs
+        max_pixels = max_pixels_of(images, self._detail_limits, *bounds)
+
+        async def request() -> Request:
+            data = await self._media.fetch_all((*images, *videos), reservation, body.cache_salt)
+            parts = [video.part(given) for video, given in zip(videos, data[len(images) :], strict=True)]
+            kwargs = self._settings.chat_template_kwargs
+            return chat_request(body, data[: len(images)], max_pixels, kwargs, parts, tools) | keys
+
+        return PromptJob(request, images, videos, body.mm_processor_kwargs)
+
+    def of_texts(
+        self, param: str, prompts: list[str | list[int]], body: Truncated, keys: dict[str, Any], room: int = 0
+    ) -> list[Request]:
+        """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
+        most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
+        if truncation is None and body.truncation_side is not None:
+            message = "truncation_side needs truncate_prompt_tokens; give both"
+            raise ApiError(400, message, param="truncation_side")
+        if truncation is None:
+            self.check_lengths(param, prompts, room=min(room, 1))
+        elif truncation > most:
+            message = f"truncate_prompt_tokens must be at most max_model_len, {most}, got {truncation}"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        else:
+            cut = Truncation(max(1, most - room) if truncation < 0 else truncation, body.truncation_side or "left")
+            keys = keys | {"truncate_prompt_tokens": cut.num_tokens, "truncation_side": cut.side}
+            # A million of them would be copied before they are cut.
+            prompts = [one if isinstance(one, str) else cut.cut(one) for one in prompts]
+        return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
+
+    def check_lengths(self, param: str, prompts: Iterable[str | list[int]], room: int = 1) -> None:
+        """Raise ApiError for a prompt that leaves fewer than `room` tokens."""
+        with engine_errors(lambda error: (str(error), param)):
+            for prompt in prompts:
+                self._length_limit.check(prompt, 0, room)
+
+    def check_trusted(self, body: ChatPrompt) -> None:
+        """Refuse what only clients may send that the server trusts."""
+        allowed = {
+            "allow_special_tokens": (self._settings.allow_special_tokens, "--allow-special-tokens"),
+            "chat_template": (self._settings.trusts_request_templates, "--trust-request-chat-template"),
+        }
+        for name, (is_allowed, option) in allowed.items():
+            if getattr(body, name) and not is_allowed:
+                raise ApiError(400, f"{name} is not allowed by this server ({option}); leave it out", param=name)
+
+    def _media_of(
+        self, messages: Sequence[InputMessage], kwargs: ProcessorKwargs | None
+    ) -> tuple[list[ImageReference], list[VideoReference]]:
+        images, videos = images_of(messages), videos_of(messages)
+        _check_number("images", images, self._settings.max_images)
+        _check_number("videos", videos, self._settings.max_videos)
+        if videos and not self._engine.takes_videos:
+            raise ApiError(400, "this checkpoint has no token for videos, it cannot take them", param=videos[0].param)
+        self._video_limits.check(videos, kwargs)
+        return images, videos
+
+
+def _check_number(noun: str, given: Sequence[object], most: int) -> None:
+    if len(given) > most:
+        raise ApiError(400, f"{len(given)} {noun}, at most {most} are accepted (max_{noun})", param="messages")
+
+
+def as_list(prompts: str | list) -> list[str | list[int]]:
+    """The prompts of a field that has one of four shapes: a text, token ids, or a list of these."""
+    return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts

@@ -1,0 +1,40 @@
+"""Pydantic models of /v1/models and of the routes that load adapters."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from mmvllm.server.common.messages import Ignored, StrictModel
+
+MAX_NAME, MAX_PATH = 256, 4096  # characters
+
+
+class LoadAdapterRequest(StrictModel):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="By which requests choose it.")]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder, as PEFT saves it.")]
+    load_inplace: bool | None = Field(None, description="Replace the adapter that has this name.")
+
+
+class UnloadAdapterRequest(StrictModel):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    lora_int_id: Ignored = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mmvllm"
+    root: str  # the same, which other servers tell from the id
+    parent: str | None = None  # of an adapter, the model that it adapts
+    max_model_len: int
+    permission: list[dict] = []  # there are none
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,51 @@
+"""Routes about the models that are served, and those that load and unload adapters."""
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+
+from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.served_models import ServedModels
+from mmvllm.server.http.body import StrictRoute
+from mmvllm.server.models.protocol import LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
+
+
+def models_router(models: ServedModels) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
+
+    @router.get("")
+    async def list_models() -> ModelList:
+        """List the served model under each of its names, and its adapters."""
+        return ModelList(data=[_card(models, name) for name in models.names()])
+
+    @router.get("/{model:path}")
+    async def model(model: str) -> ModelCard:
+        """Describe the model, or an adapter; 404 if none is served under this name."""
+        return _card(models, model)
+
+    return router
+
+
+def adapters_router(models: ServedModels) -> APIRouter:
+    """Routes that read folders which clients name."""
+    router = APIRouter(prefix="/v1", tags=["models"], route_class=StrictRoute, responses=ERRORS)
+
+    @router.post("/load_lora_adapter", response_class=PlainTextResponse)
+    async def load(body: LoadAdapterRequest) -> str:
+        """Serve the adapter in a folder of the server under a name."""
+        await models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    @router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload(body: UnloadAdapterRequest) -> str:
+        """Serve an adapter no more."""
+        models.unload(body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+    return router
+
+
+def _card(models: ServedModels, name: str) -> ModelCard:
+    _, adapter = models.find(name)
+    parent, root = (None, name) if adapter is None else (models.names()[0], str(adapter.lora_path))
+    limit = models.max_model_len
+    return ModelCard(id=name, root=root, created=models.created[name], max_model_len=limit, parent=parent)

@@ -1,0 +1,54 @@
+"""Serves /rerank and /score."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from mmvllm.pooling_params import PoolingParams
+from mmvllm.sampling_params import SamplingParams
+from mmvllm.server.common.descriptions import described_prompts
+from mmvllm.server.common.jobs import CompletionJob
+from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.serving import Serving
+from mmvllm.server.ranking.builder import RankingResponseBuilder
+from mmvllm.server.ranking.protocol import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
+
+
+def router(serving: Serving) -> APIRouter:
+    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    job = partial(ranking_job, serving)
+
+    @made.post("/rerank", response_model=RerankResponse, responses=ERRORS)
+    @made.post("/v1/rerank", response_model=RerankResponse, responses=ERRORS)
+    @made.post("/v2/rerank", response_model=RerankResponse, responses=ERRORS)
+    async def rerank(body: RerankRequest) -> Response:
+        """Sort documents by the cosine similarity of their embeddings to that of a query."""
+        return await serving.respond(job, body)
+
+    @made.post("/score", response_model=ScoreResponse, responses=ERRORS)
+    @made.post("/v1/score", response_model=ScoreResponse, responses=ERRORS)
+    async def score(body: ScoreRequest) -> Response:
+        """Return the cosine similarity of the embeddings of pairs of texts."""
+        return await serving.respond(job, body)
+
+    return made
+
+
+def ranking_job(serving: Serving, body: RerankRequest | ScoreRequest) -> CompletionJob:
+    """The job for the vectors of texts that are compared."""
+    model, keys = serving.model_of(body.model, body.priority)
+    (first, queries), (second, documents) = body.sides()
+    texts = serving.prompts.of_texts
+    requests = [*texts(first, queries, body, keys), *texts(second, documents, body, keys)]
+    builder = RankingResponseBuilder(model, body, len(queries), second)
+    fields = [*_numbered(first, queries), *_numbered(second, documents)]
+    described = partial(described_prompts, queries + documents)
+    pooling = PoolingParams(pooling=body.pooling or "last")
+    return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling, fields=fields)
+
+
+def _numbered(field: str, texts: Sequence[str]) -> list[str]:
+    """The path of each text of a field."""
+    return [f"{field}[{i}]" for i in range(len(texts))] if len(texts) > 1 else [field]

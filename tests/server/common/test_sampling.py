@@ -1,0 +1,107 @@
+"""Sampling parameters that a request leaves out are the checkpoint's own, unless the server ignores those."""
+
+import asyncio
+from itertools import product
+
+import pytest
+
+from mmvllm import AsyncLLM, SamplingParams
+from mmvllm.server.chat.protocol import ChatRequest
+from mmvllm.server.chat.serving import chat_job
+from mmvllm.server.completions.protocol import CompletionRequest
+from mmvllm.server.completions.serving import completion_job
+from tests.helpers.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
+from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, make_app, served, user
+
+OWN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1, "presence_penalty": 1.5}
+GIVEN = {"temperature": 0.0, "top_p": 0.3, "top_k": 0, "repetition_penalty": 1.2, "min_p": 0.0, "presence_penalty": 0.0}
+NEUTRAL = {name: getattr(SamplingParams(), name) for name in OWN} | {"temperature": 1.0}
+CHAT_BODY = {"model": "m", "messages": [user("Hi")], "max_tokens": 5}
+COMPLETION_BODY = {"model": "m", "prompt": "Hi", "max_tokens": 5}
+
+
+@pytest.fixture(scope="module")
+def engine_with(tmp_path_factory):
+    made = {}
+
+    def make(generation: dict) -> AsyncLLM:
+        key = str(generation)
+        if key not in made:
+            made[key] = AsyncLLM(bundled_with(tmp_path_factory.mktemp("models") / "model", generation), **ENGINE)
+        return made[key]
+
+    yield make
+    for engine in made.values():
+        asyncio.run(engine.shutdown(drain=False))
+
+
+def both(engine: AsyncLLM, uses_generation_config: bool = True, **given) -> SamplingParams:
+    """The parameters of a chat and of a completion with these fields, which are equal."""
+    serving = served(engine, model_names=("m",), uses_generation_config=uses_generation_config)
+    chat = chat_job(serving, ChatRequest(**CHAT_BODY, **given), reservation=None).params
+    assert completion_job(serving, CompletionRequest(**COMPLETION_BODY, **given)).params == chat
+    return chat
+
+
+@pytest.mark.parametrize("is_given", [*product((False, True, None), repeat=3)])
+def test_what_a_request_gives_comes_before_what_the_checkpoint_gives(is_given, engine_with):
+    """Every combination of three pairs of fields that are given, left out, or null."""
+    engine, names = engine_with(OWN), [*OWN]
+    chosen = dict(zip(names, is_given * 2, strict=True))
+    given = {name: GIVEN[name] if state else None for name, state in chosen.items() if state is not False}
+    want = {name: GIVEN[name] if chosen[name] else OWN[name] for name in names}
+    assert both(engine, **given) == SamplingParams(**want, max_tokens=5)
+    want = {name: GIVEN[name] if chosen[name] else NEUTRAL[name] for name in names}
+    assert both(engine, uses_generation_config=False, **given) == SamplingParams(**want, max_tokens=5)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_one_field_leaves_the_others_to_the_checkpoint(name, engine_with):
+    want = SamplingParams(**OWN | {name: GIVEN[name]}, max_tokens=5)
+    assert both(engine_with(OWN), **{name: GIVEN[name]}) == want
+
+
+def test_the_limit_of_a_completion_does_not_follow_the_checkpoint(engine_with):
+    engine = engine_with({"max_new_tokens": 7, "temperature": 0.5})
+    serving = served(engine, model_names=("m",))
+    chat, completion = ChatRequest(**CHAT_BODY | {"max_tokens": None}), CompletionRequest(model="m", prompt="Hi")
+    assert chat_job(serving, chat, reservation=None).params.max_tokens == engine.max_model_len
+    assert completion_job(serving, completion).params.max_tokens == 16
+
+
+def test_do_sample_false_is_greedy_unless_a_request_gives_a_temperature(engine_with):
+    engine = engine_with({"do_sample": False, "temperature": 0.9})
+    assert both(engine).temperature == 0
+    assert both(engine, top_p=0.5).temperature == 0
+    assert both(engine, temperature=0.4).temperature == 0.4
+
+
+def texts(engine: AsyncLLM, **fields) -> set[str]:
+    """The completions of several unseeded chats and prompts."""
+    asked = {"model": "bundled", "max_tokens": 12, **fields}
+    bodies = [(CHAT, {"messages": [user("Describe it.")]}), (COMPLETIONS, {"prompt": "A small"})]
+    found = set()
+    for path, body in bodies:
+        for _ in range(4):
+            response = call(make_app(engine), "POST", path, json=asked | body)
+            assert response.status_code == 200, response.text
+            choice = response.json()["choices"][0]
+            found.add(choice["text"] if "text" in choice else choice["message"]["content"])
+    return found
+
+
+@pytest.mark.slow
+def test_a_request_without_parameters_is_sampled_as_the_checkpoint_says(engine_with):
+    greedy = texts(engine_with(QWEN3_VL), temperature=0)
+    assert len(greedy) == 2  # of the chat and of the prompt, whatever top_k the checkpoint gives
+    assert texts(engine_with({"do_sample": False})) == greedy
+    assert texts(engine_with(QWEN2_5_VL), repetition_penalty=1.0) == greedy
+    assert len(texts(engine_with({"temperature": 5.0}))) > 2
+    assert len(texts(engine_with({}))) > 2  # as OpenAI's
+
+
+@pytest.mark.slow
+def test_the_schema_says_where_defaults_come_from(engine_with):
+    schema = call(make_app(engine_with({})), "GET", "/openapi.json").json()["components"]["schemas"]
+    for name in OWN:
+        assert "generation_config.json" in schema["ChatRequest"]["properties"][name]["description"]
