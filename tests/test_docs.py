@@ -174,17 +174,23 @@ def test_files_that_are_named_exist(path):
             assert (ROOT / name).exists(), name
 
 
-def test_the_tree_has_all_rooms():
-    tree = next(block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if "mmvllm/ " in block.text)
+def test_the_tree_has_all_rooms_in_the_order_of_imports():
+    tree = next(block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if "mmvllm/\n" in block.text)
     named = re.findall(r"^  (\w+)/ ", tree, re.M)
-    assert sorted(named) == sorted(path.parent.name for path in (ROOT / "mmvllm").glob("*/__init__.py"))
-
-
-def test_the_drawing_of_imports_has_all_layers():
-    drawing = next(block.text for block in blocks_of(ROOT / "docs" / "architecture.md") if " cli\n" in block.text)
+    rooms = {path.parent.name for path in (ROOT / "mmvllm").glob("*/__init__.py")} | {"processors", "kernels"}
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    names = {name for layer in contract["layers"] for name in layer.split(" | ")} - {"__main__"}
-    assert names <= {*re.findall(r"\w+", drawing)}
+    layers = [layer.split(" | ") for layer in contract["layers"]]
+    assert len(layers) <= 20
+    assert sorted(named) == sorted(rooms)
+    assert named == sorted(named, key=lambda name: next(i for i, layer in enumerate(layers) if name in layer))
+
+
+def test_the_reading_list_has_files_and_their_lines():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \| \S", text, re.M)
+    assert len(rows) > 20
+    for name, number in rows:
+        assert (ROOT / name).read_bytes().count(b"\n") == pytest.approx(int(number), rel=0.1), name
 
 
 def test_the_readme_is_short():

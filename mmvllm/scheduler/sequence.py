@@ -116,7 +116,8 @@ class Sequence:
         self.positions = np.tile(np.arange(len(token_ids)), (3, 1)) if positions is None else positions
         self.mrope_position_delta = mrope_position_delta
 
-        # Written by the scheduler.
+        # Written by the scheduler while the sequence waits or runs. Once its request has finished, the output processor
+        # writes the tokens, log-probabilities and reason that beam search found, and sorts the sequences of a group.
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed_tokens = 0
@@ -127,13 +128,17 @@ class Sequence:
         self._num_cached_tokens = 0
         self.num_preemptions = 0
         self.first_scheduled_time: float | None = None
-        self.encodings: list[Encoding] = []  # runs of the ViT that had items of this sequence
         self.forked_from: Sequence | None = None  # of a beam: has all of its tokens but the last
         self.first_token_time: float | None = None
         self.logprobs: list[LogprobsById] = []
         self.cumulative_logprob = 0.0
+
+        # Written by the output processor.
         self.next_repetition_check = 0  # completion tokens before which none can be found
         self.score: float | None = None  # that the completions of its group were ranked by, at the end
+
+        # Written by the executor.
+        self.encodings: list[Encoding] = []  # runs of the ViT that had items of this sequence
 
         # Written by the block manager.
         self.block_table: list[int] = []
