@@ -1,17 +1,12 @@
 """mmvllm: a small, exact inference engine for the Qwen-VL family of vision-language models."""
 
 from importlib import import_module
-from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In a checkout, kernels/ and processors/ sit beside this package and still import as mmvllm.kernels and
-# mmvllm.processors; a wheel carries them inside it. They have no __init__.py because transformers probes for the
-# PyPI package named `kernels`, which a regular top-level package of that name would shadow.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file():
-    __path__.append(str(_root))
-
+# In a checkout, mmvllm/kernels and mmvllm/processors are links to the folders beside this package; a wheel has the
+# folders here. They have no __init__.py because transformers probes for the PyPI package named `kernels`, which a
+# regular top-level package of that name would shadow.
 _EXPORTS_BY_MODULE = {
     "mmvllm.entrypoints.llm": ("LLM",),
     "mmvllm.entrypoints.async_llm": ("AsyncLLM",),
