@@ -90,7 +90,7 @@ def from_engine(error: Exception) -> ApiError:
 
 
 @contextmanager
-def engine_errors(spelled: Callable[[ValueError], tuple[str, str]]) -> Iterator[None]:
+def engine_errors(spelled: Callable[[ValueError], tuple[str, str | None]]) -> Iterator[None]:
     """Raise what the engine raises as ApiError; `spelled` gives message and field of an error about a request."""
     try:
         yield

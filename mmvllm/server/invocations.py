@@ -10,13 +10,13 @@ from pydantic import Discriminator, Tag
 from mmvllm.server.chat.protocol import ChatCompletion, ChatRequest
 from mmvllm.server.chat.serving import chat_job
 from mmvllm.server.common.jobs import CompletionJob
-from mmvllm.server.common.responses import STREAMS
+from mmvllm.server.common.response_models import STREAMS
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.completions.protocol import Completion, CompletionRequest
 from mmvllm.server.completions.serving import completion_job
 from mmvllm.server.embeddings.protocol import EmbeddingList, EmbeddingRequest
 from mmvllm.server.embeddings.serving import embedding_job
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 
 
 def _tag(body: Any) -> str:
@@ -35,14 +35,14 @@ Invocation = Annotated[
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    routes = APIRouter(route_class=serving.route_class, tags=["completions"])
 
-    @made.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
+    @routes.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
     async def invocations(body: Invocation, request: Request) -> Response:
         """Create what a body with `messages`, `prompt` or `input` asks for, at the path that SageMaker calls."""
         return await serving.respond(partial(_job, serving), body, request.state.reservation)
 
-    return made
+    return routes
 
 
 def _job(serving: Serving, body: Invocation, reservation: ByteReservation) -> CompletionJob:

@@ -35,14 +35,14 @@ class LengthLimit:
         num_tokens = min(truncation.num_tokens, self.max_model_len) + 1
         return truncation.cut(text, num_tokens * self.max_token_length)
 
-    def check(self, prompt: str | Sequence[int], num_extra_tokens: int = 0, room: int = 1) -> None:
-        """Raise PromptTooLong for a text or token ids that, with the extra tokens, leave no `room` for a completion."""
+    def check(self, prompt: str | Sequence[int], room: int = 1) -> None:
+        """Raise PromptTooLong for a text or token ids that leave no `room` for a completion."""
         if isinstance(prompt, str):
-            return self.check_characters(len(prompt), num_extra_tokens, room)
-        self._check_tokens(len(prompt) + num_extra_tokens, room)
+            return self.check_characters(len(prompt), room=room)
+        self._check_tokens(len(prompt), room)
 
     def check_characters(self, number: int, num_extra_tokens: int = 0, room: int = 1) -> None:
-        """Raise PromptTooLong as `check` does, given the number of characters of a text instead of the text."""
+        """Raise PromptTooLong as `check` does for a text of this many characters, and further tokens."""
         self._check_tokens(-(-number // self.max_token_length) + num_extra_tokens, room)
 
     def _check_tokens(self, num_tokens: int, room: int) -> None:

@@ -9,7 +9,7 @@ from mmvllm.processors.chat.tool_calls import END, CallPiece, FunctionCall
 from mmvllm.server.chat.protocol import ChatCompletion, ChatLogprobs, TokenLogprob
 from mmvllm.server.common.call_reader import CallReader, CustomCall
 from mmvllm.server.common.response_builder import FINISH_REASONS, ChoiceBuffer, ResponseBuilder, call_id, shown_logprobs
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.common.tools import ToolUse
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, field_serializer
 
 from mmvllm.server.common.messages import Ignored, StrictModel, Unsupported
 from mmvllm.server.common.protocol import MAX_LOGPROBS, ChatPrompt, SamplingRequest, TokenLimit
-from mmvllm.server.common.responses import OMITTED, FinishReason, PromptLogprobs, RequestTimes, StopReason, Usage
+from mmvllm.server.common.response_models import OMITTED, FinishReason, PromptLogprobs, RequestTimes, StopReason, Usage
 from mmvllm.server.common.tools import FunctionChoice, Functions, ToolChoice
 
 

@@ -17,7 +17,7 @@ from mmvllm.server.common.descriptions import described_chat
 from mmvllm.server.common.jobs import CompletionJob
 from mmvllm.server.common.messages import InputMessage, TextPart
 from mmvllm.server.common.protocol import NO_LIMIT
-from mmvllm.server.common.responses import STREAMS
+from mmvllm.server.common.response_models import STREAMS
 from mmvllm.server.common.sampling import OPENAI_DEFAULTS, sampling_params
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.common.structured import structured_field
@@ -30,7 +30,7 @@ from mmvllm.server.common.tools import (
     use_of,
 )
 from mmvllm.server.errors import ApiError, renamed_errors
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 
 # How errors about tools name the fields of a request that has functions.
 FUNCTIONS_IN_CHATS = MappingProxyType(
@@ -39,14 +39,14 @@ FUNCTIONS_IN_CHATS = MappingProxyType(
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    routes = APIRouter(route_class=serving.route_class, tags=["completions"])
 
-    @made.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Create a completion for a conversation, whose images and videos are parts `image_url` and `video_url`."""
         return await serving.respond(partial(chat_job, serving), body, request.state.reservation)
 
-    return made
+    return routes
 
 
 def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:

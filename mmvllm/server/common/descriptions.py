@@ -9,7 +9,7 @@ MAX_TEXT = 4000  # characters of each text
 
 
 def described_chat(messages: Sequence[InputMessage]) -> list[dict[str, str]]:
-    """The messages of a conversation for the log: their texts, and which kind of medium is in place of a text."""
+    """The messages of a conversation for the log, with the kind of medium in place of images and videos."""
     return [{"role": message.role, "content": shortened(_content(message.content))} for message in messages]
 
 

@@ -12,24 +12,45 @@ from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.common.prompts import PromptJob
 from mmvllm.server.common.response_builder import ChoiceBuffer
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.common.sampling import PARAMS_OF_BOTH_APIS
 from mmvllm.server.common.structured import StructuredField
+from mmvllm.server.errors import ApiError
 
 
 class Builder(Protocol):
-    """Builds the response to one request from the deltas of its prompts; a stream needs more methods."""
+    """Builds the response to one request, which is not streamed, from the deltas of its prompts."""
 
-    id: str
     model: str
     prompt_field: str  # of the request
     num_values: int  # log-probabilities or numbers of vectors in the response
 
-    def count(self, delta: Delta, is_streamed: bool) -> None:
+    @property
+    def id(self) -> str: ...
+
+    def count(self, delta: Delta, is_streamed: bool, /) -> None:
         """Count a delta; raises ApiError for too many values."""
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> BaseModel:
-        """The response to a request that is not streamed."""
+        """The response."""
+
+
+class StreamBuilder(Builder, Protocol):
+    """Builds a response whole or as the chunks of a stream."""
+
+    end: str | None  # of a stream
+
+    def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
+        """What comes before the chunks of the first delta."""
+
+    def chunks(self, index: int, delta: Delta) -> list[dict]:
+        """What a delta of a choice adds."""
+
+    def last_chunks(self, usage: Usage, includes_usage: bool) -> list[dict]:
+        """What comes after the chunks of all deltas."""
+
+    def error_chunk(self, error: ApiError) -> dict:
+        """What ends a stream that has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +59,7 @@ class CompletionJob:
 
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
-    builder: Builder
+    builder: Builder | StreamBuilder  # the latter if the response is streamed
     described: Callable[[], Any]  # the prompts, for the log
     prompt: PromptJob | None = None  # of a conversation
     structured: StructuredField | None = None

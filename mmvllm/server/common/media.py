@@ -15,11 +15,11 @@ from mmvllm.processors.digest import digest_of
 from mmvllm.server.common.conversation import ImageReference
 from mmvllm.server.common.videos import VideoReference
 from mmvllm.server.errors import ApiError
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.settings import ServerSettings
 
 MAX_FETCHES, MAX_VIDEO_FETCHES = 16, 4
-OVERHEAD = 300  # bytes of kept data, and of each frame, beside the data
+OVERHEAD = 300  # bytes of an entry of the store, and of each frame, beside the data
 LARGEST_SHARE = 4  # of the store: one video never evicts all others
 Reference = ImageReference | VideoReference
 Data = bytes | list[bytes]  # encoded; a list of frames is a video
@@ -35,7 +35,7 @@ class MediaFetcher:
     async def fetch_all(
         self, media: Sequence[Reference], reservation: ByteReservation, cache_salt: str | None
     ) -> list[Data]:
-        """The encoded images and videos, which are counted in `reservation`; raises ApiError if one is missing."""
+        """The encoded images and videos, which are counted in `reservation`; raises ApiError if one cannot be had."""
         fetched = await _all([self._fetch_given(one, reservation) for one in media])
         return [self._kept(*both, reservation, cache_salt) for both in zip(media, fetched, strict=True)]
 
@@ -117,10 +117,10 @@ class FetchTurns:
 
 
 class MediaStore:
-    """The least recently used data is removed where all of it together is larger than `max_bytes`.
+    """Images and videos that clients have named, kept in memory so that later requests need not send them again.
 
-    May be used by several threads. Keys are strings, of which a digest is kept. Data of more than a quarter of
-    `max_bytes` is not kept.
+    The least recently used data is removed where all of it together is larger than `max_bytes`. May be used by several
+    threads. Keys are strings, of which a digest is kept. Data of more than a quarter of `max_bytes` is not kept.
     """
 
     def __init__(self, max_bytes: int):

@@ -20,10 +20,10 @@ from mmvllm.server.common.conversation import (
 )
 from mmvllm.server.common.media import MediaFetcher
 from mmvllm.server.common.messages import InputMessage
-from mmvllm.server.common.protocol import ChatPrompt, ProcessorKwargs
+from mmvllm.server.common.protocol import ChatPrompt, ProcessorKwargs, TruncationSide
 from mmvllm.server.common.videos import VideoOptionLimits, VideoReference, processor_param_of, videos_of
 from mmvllm.server.errors import ApiError, engine_errors
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.settings import ServerSettings
 
 
@@ -47,11 +47,14 @@ class PromptJob:
         return param if param in OPTIONS_OF_TEMPLATE else own
 
 
-class Truncated(Protocol):
+class Truncatable(Protocol):
     """A request whose prompts may be cut."""
 
-    truncate_prompt_tokens: int | None
-    truncation_side: str | None
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def truncation_side(self) -> TruncationSide | None: ...
 
 
 class PromptFactory:
@@ -95,7 +98,7 @@ class PromptFactory:
         return PromptJob(request, images, videos, body.mm_processor_kwargs)
 
     def of_texts(
-        self, param: str, prompts: list[str | list[int]], body: Truncated, keys: dict[str, Any], room: int = 0
+        self, param: str, prompts: list[str | list[int]], body: Truncatable, keys: dict[str, Any], room: int = 0
     ) -> list[Request]:
         """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
         most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
@@ -118,7 +121,7 @@ class PromptFactory:
         """Raise ApiError for a prompt that leaves fewer than `room` tokens."""
         with engine_errors(lambda error: (str(error), param)):
             for prompt in prompts:
-                self._length_limit.check(prompt, 0, room)
+                self._length_limit.check(prompt, room=room)
 
     def check_trusted(self, body: ChatPrompt) -> None:
         """Refuse what only clients may send that the server trusts."""
@@ -147,6 +150,6 @@ def _check_number(noun: str, given: Sequence[object], most: int) -> None:
         raise ApiError(400, f"{len(given)} {noun}, at most {most} are accepted (max_{noun})", param="messages")
 
 
-def as_list(prompts: str | list) -> list[str | list[int]]:
+def as_prompts(prompts: str | list) -> list[str | list[int]]:
     """The prompts of a field that has one of four shapes: a text, token ids, or a list of these."""
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts

@@ -23,7 +23,6 @@ ALL_FRAMES = -1
 MAX_RATES = 64
 NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
 MAX_CHOICES = 16  # completions per prompt
-MAX_PROMPTS = 64  # prompts per request
 MAX_INPUTS = 2048  # of a request for embeddings, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_PARTS = 2048  # messages, content parts and calls of a request: each blocks the event loop for up to 0.01 ms
@@ -176,7 +175,7 @@ class MediaIoKwargs(StrictModel):
 
 
 class SamplingRequest(StructuredFields):
-    """The fields that both endpoints share."""
+    """The fields of all routes that complete."""
 
     model: str | None = ServedModel
     temperature: float | None = Field(None, ge=0, le=2, description=f"{DEFAULT}, else 1.")
@@ -285,7 +284,7 @@ class ChatPrompt(StrictModel):
         return self
 
 
-def _prompt_tag(prompt: Any) -> str:
+def prompt_tag(prompt: Any) -> str:
     """The shape that the client meant, so that the error refers to that one."""
     if not isinstance(prompt, list):
         return "a string"

@@ -10,7 +10,7 @@ from typing import Any
 from mmvllm.grounding import Box, Point
 from mmvllm.outputs import Delta, LogprobsById, RequestOutput
 from mmvllm.scheduler.detokenizer import token_bytes
-from mmvllm.server.common.responses import PromptLogprob, Usage
+from mmvllm.server.common.response_models import PromptLogprob, Usage
 from mmvllm.server.errors import ApiError
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}

@@ -19,18 +19,21 @@ _LOADERS = ThreadPoolExecutor(2, thread_name_prefix="mmvllm-adapter")
 class ServedModels:
     """Changed and read in one event loop only. Raises RequestError for an adapter that cannot be used.
 
-    `created` has the seconds since the epoch at which each name was first served.
+    `created` has the time, in seconds since the epoch, at which each name began to stand for what it serves now.
     """
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self._engine, self._names = engine, settings.model_names
-        self.max_model_len = engine.max_model_len
         self.created = dict.fromkeys(settings.model_names, int(time.time()))
         self._adapters: dict[str, LoRARequest] = {}
         self._loading: set[str] = set()
         for name, path in settings.lora_modules.items():
             self._check_free(name)
             self._add(_loaded(engine, name, path))
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine.max_model_len
 
     def names(self) -> list[str]:
         """All names, those of the model first."""

@@ -1,4 +1,4 @@
-"""What all routes share: the engine and its settings, and how a job becomes a response."""
+"""What the routes share that give the engine work: its settings and limits, and how a job becomes a response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -48,10 +48,10 @@ class Serving:
 
     async def respond(self, make: Callable[..., CompletionJob], body: Any, *args: Any) -> JobResponse:
         """The response to the job that `make` makes of a body."""
-        job = await self.made(make, body, *args)
+        job = await self.built(make, body, *args)
         return JobResponse(job, self.engine, self.settings, self._metrics, self._decoder, self._log)
 
-    async def made(self, make: Callable[..., T], body: Any, *args: Any) -> T:
+    async def built(self, make: Callable[..., T], body: Any, *args: Any) -> T:
         """What `make` makes of a body; a thread calls it if that may take long."""
         if not any(getattr(body, name, None) for name in _COSTLY):
             return make(body, *args)

@@ -56,7 +56,7 @@ class StructuredOutputs(StrictModel):
 
 
 class StructuredFields(StrictModel):
-    """The fields that both endpoints share."""
+    """The fields of all routes that complete."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -14,7 +14,7 @@ from mmvllm.server.common.response_builder import (
     token_name,
     top_of,
 )
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.completions.protocol import Completion
 
 

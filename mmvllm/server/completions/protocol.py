@@ -7,7 +7,6 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from mmvllm.server.common.messages import INT64, Unsupported
 from mmvllm.server.common.protocol import (
     MAX_LOGPROBS,
-    MAX_PROMPTS,
     NO_LIMIT,
     TRUNCATION,
     TRUNCATION_SIDE,
@@ -15,9 +14,11 @@ from mmvllm.server.common.protocol import (
     SamplingRequest,
     TokenLimit,
     TruncationSide,
-    _prompt_tag,
+    prompt_tag,
 )
-from mmvllm.server.common.responses import OMITTED, FinishReason, PromptLogprobs, RequestTimes, StopReason, Usage
+from mmvllm.server.common.response_models import OMITTED, FinishReason, PromptLogprobs, RequestTimes, StopReason, Usage
+
+MAX_PROMPTS = 64  # prompts per request
 
 
 class CompletionRequest(SamplingRequest):
@@ -30,7 +31,7 @@ class CompletionRequest(SamplingRequest):
         | Annotated[
             list[PromptTokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS), Tag("lists of ids")
         ],
-        Discriminator(_prompt_tag),
+        Discriminator(prompt_tag),
     ]
     max_tokens: int | None = Field(
         None,

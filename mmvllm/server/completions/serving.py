@@ -10,9 +10,9 @@ from fastapi.responses import Response
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.common.descriptions import described_prompts
 from mmvllm.server.common.jobs import CompletionJob
-from mmvllm.server.common.prompts import as_list
+from mmvllm.server.common.prompts import as_prompts
 from mmvllm.server.common.protocol import NO_LIMIT
-from mmvllm.server.common.responses import STREAMS
+from mmvllm.server.common.response_models import STREAMS
 from mmvllm.server.common.sampling import OPENAI_DEFAULTS, sampling_params
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.common.structured import structured_field
@@ -24,14 +24,14 @@ COMPLETION_TOKENS = 16
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    routes = APIRouter(route_class=serving.route_class, tags=["completions"])
 
-    @made.post("/v1/completions", response_model=Completion, responses=STREAMS)
+    @routes.post("/v1/completions", response_model=Completion, responses=STREAMS)
     async def completions(body: CompletionRequest) -> Response:
         """Create completions for one or several prompts, without a chat template."""
         return await serving.respond(partial(completion_job, serving), body)
 
-    return made
+    return routes
 
 
 def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
@@ -39,7 +39,7 @@ def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
     engine = serving.engine
     model, keys = serving.model_of(body.model, body.priority)
     params = completion_params(body, engine.max_model_len, serving.sampling_defaults)
-    prompts = as_list(body.prompt)
+    prompts = as_prompts(body.prompt)
     room = params.max_tokens if params.max_tokens < engine.max_model_len else 1
     requests = serving.prompts.of_texts("prompt", prompts, body, keys, room)
     if len(prompts) > engine.max_requests:

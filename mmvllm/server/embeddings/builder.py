@@ -12,7 +12,7 @@ import torch
 
 from mmvllm.outputs import Delta
 from mmvllm.server.common.response_builder import ChoiceBuffer
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.embeddings.protocol import EmbeddingList, PooledList
 from mmvllm.server.errors import ApiError
 

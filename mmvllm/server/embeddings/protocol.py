@@ -17,9 +17,9 @@ from mmvllm.server.common.protocol import (
     ServedModel,
     TokenLimit,
     TruncationSide,
-    _prompt_tag,
+    prompt_tag,
 )
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 
 
 class EmbeddingRequest(ChatPrompt):
@@ -34,7 +34,7 @@ class EmbeddingRequest(ChatPrompt):
             | Annotated[
                 list[PromptTokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS), Tag("lists of ids")
             ],
-            Discriminator(_prompt_tag),
+            Discriminator(prompt_tag),
         ]
         | None
     ) = None

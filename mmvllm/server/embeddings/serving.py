@@ -10,31 +10,31 @@ from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.common.descriptions import described_chat, described_prompts
 from mmvllm.server.common.jobs import CompletionJob
-from mmvllm.server.common.prompts import as_list
+from mmvllm.server.common.prompts import as_prompts
 from mmvllm.server.common.protocol import ChatPrompt
-from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.response_models import ERRORS
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.common.tools import prompt_tools
 from mmvllm.server.embeddings.builder import EmbeddingResponseBuilder, PoolingResponseBuilder, VectorEncoding
 from mmvllm.server.embeddings.protocol import EmbeddingList, EmbeddingRequest, PooledList, PoolingRequest
 from mmvllm.server.errors import ApiError
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    routes = APIRouter(route_class=serving.route_class, tags=["completions"])
 
-    @made.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
+    @routes.post("/v1/embeddings", response_model=EmbeddingList, responses=ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Create a vector for each of several inputs, or for a conversation with images and videos."""
         return await serving.respond(partial(embedding_job, serving), body, request.state.reservation)
 
-    @made.post("/pooling", response_model=PooledList, responses=ERRORS)
+    @routes.post("/pooling", response_model=PooledList, responses=ERRORS)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
         """Create embeddings, in vLLM's own form."""
         return await serving.respond(partial(embedding_job, serving), body, request.state.reservation)
 
-    return made
+    return routes
 
 
 def embedding_job(serving: Serving, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
@@ -55,7 +55,7 @@ def embedding_job(serving: Serving, body: EmbeddingRequest, reservation: ByteRes
         return CompletionJob([prompt.request], SamplingParams(), builder, described, prompt, pooling=pooling)
     serving.prompts.check_trusted(body)
     _check_chat_fields(body)
-    prompts = as_list(body.input)
+    prompts = as_prompts(body.input)
     requests = serving.prompts.of_texts("input", prompts, body, keys)
     described = partial(described_prompts, prompts)
     return CompletionJob(requests, SamplingParams(), builder, described, pooling=pooling)

@@ -3,13 +3,22 @@
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 
-from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.response_models import ERRORS
 from mmvllm.server.common.served_models import ServedModels
 from mmvllm.server.http.body import StrictRoute
 from mmvllm.server.models.protocol import LoadAdapterRequest, ModelCard, ModelList, UnloadAdapterRequest
 
 
-def models_router(models: ServedModels) -> APIRouter:
+def router(models: ServedModels, loads_adapters: bool) -> APIRouter:
+    """The routes; `loads_adapters` adds those that read folders which clients name."""
+    routes = APIRouter()
+    routes.include_router(_models(models))
+    if loads_adapters:
+        routes.include_router(_adapters(models))
+    return routes
+
+
+def _models(models: ServedModels) -> APIRouter:
     router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
 
     @router.get("")
@@ -25,8 +34,7 @@ def models_router(models: ServedModels) -> APIRouter:
     return router
 
 
-def adapters_router(models: ServedModels) -> APIRouter:
-    """Routes that read folders which clients name."""
+def _adapters(models: ServedModels) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["models"], route_class=StrictRoute, responses=ERRORS)
 
     @router.post("/load_lora_adapter", response_class=PlainTextResponse)

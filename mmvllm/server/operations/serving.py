@@ -1,4 +1,4 @@
-"""Serves what tells of the server: health, metrics, load and version."""
+"""Serves what operators call: health, metrics, load, version, and the reset of the prefix cache."""
 
 from typing import Any
 
@@ -9,28 +9,28 @@ from prometheus_client.exposition import choose_encoder
 import mmvllm
 from mmvllm.engine.health import EngineHealth
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.response_models import ERRORS
 from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.operations.protocol import HealthResponse, LoadResponse, VersionResponse
 
 
 def router(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
-    made = APIRouter(tags=["operations"])
+    routes = APIRouter(tags=["operations"])
     unhealthy = {503: {"model": HealthResponse, "description": "Engine not ready"}} | ERRORS
 
-    @made.head("/health/live", include_in_schema=False)
-    @made.get("/health/live", response_model=HealthResponse, responses=unhealthy)
+    @routes.head("/health/live", include_in_schema=False)
+    @routes.get("/health/live", response_model=HealthResponse, responses=unhealthy)
     async def live() -> Response:
         """Liveness: 503 if the engine has stopped or failed, so that the server must be restarted."""
         health = engine.health()
         return _health(health, health.is_live)
 
-    @made.head("/health", include_in_schema=False)
-    @made.head("/health/ready", include_in_schema=False)
-    @made.get("/ping", response_model=HealthResponse, responses=unhealthy)
-    @made.post("/ping", include_in_schema=False)
-    @made.get("/health", response_model=HealthResponse, responses=unhealthy)
-    @made.get("/health/ready", response_model=HealthResponse, responses=unhealthy)
+    @routes.head("/health", include_in_schema=False)
+    @routes.head("/health/ready", include_in_schema=False)
+    @routes.get("/ping", response_model=HealthResponse, responses=unhealthy)
+    @routes.post("/ping", include_in_schema=False)
+    @routes.get("/health", response_model=HealthResponse, responses=unhealthy)
+    @routes.get("/health/ready", response_model=HealthResponse, responses=unhealthy)
     async def ready() -> Response:
         """Readiness: 503 if the engine does not accept requests."""
         health = engine.health()
@@ -44,7 +44,7 @@ def router(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
             ]
         return JSONResponse(content, 200 if is_ok else 503)
 
-    @made.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | ERRORS)
+    @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | ERRORS)
     async def prometheus(request: Request) -> Response:
         """Metrics in the Prometheus text format."""
         try:
@@ -53,20 +53,20 @@ def router(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
             encode, content_type = choose_encoder("")
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
-    @made.get("/load", responses=ERRORS)
+    @routes.get("/load", responses=ERRORS)
     async def load() -> LoadResponse:
         """The requests that have not ended, as vLLM counts them for load balancers."""
         return LoadResponse(server_load=engine.num_requests)
 
-    @made.post("/reset_prefix_cache", responses=ERRORS)
+    @routes.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:
         """Forget the keys and values of all prompts, for example before a measurement."""
         engine.reset_prefix_cache()
         return Response()
 
-    @made.get("/version", responses=ERRORS)
+    @routes.get("/version", responses=ERRORS)
     async def version() -> VersionResponse:
         """The version of mmvllm."""
         return VersionResponse(version=mmvllm.__version__)
 
-    return made
+    return routes

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmvllm.outputs import Delta
 from mmvllm.server.common.response_builder import ChoiceBuffer
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.ranking.protocol import (
     RankedResult,
     RerankRequest,

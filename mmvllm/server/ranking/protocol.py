@@ -17,7 +17,7 @@ from mmvllm.server.common.protocol import (
     TokenLimit,
     TruncationSide,
 )
-from mmvllm.server.common.responses import OMITTED, Usage
+from mmvllm.server.common.response_models import OMITTED, Usage
 from mmvllm.server.errors import ApiError
 
 # The names of the two sides of /score.
@@ -42,7 +42,7 @@ OneOrSeveral = Annotated[Texts, BeforeValidator(_as_list)]
 
 
 class TextsRequest(StrictModel):
-    """The fields that both endpoints share."""
+    """The fields of /rerank and /score."""
 
     model: str | None = ServedModel
     pooling: Literal["last", "mean"] | None = Field(None, description="As for /v1/embeddings.")

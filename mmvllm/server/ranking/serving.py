@@ -10,30 +10,29 @@ from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.common.descriptions import described_prompts
 from mmvllm.server.common.jobs import CompletionJob
-from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.response_models import ERRORS
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.ranking.builder import RankingResponseBuilder
 from mmvllm.server.ranking.protocol import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
-    job = partial(ranking_job, serving)
+    routes = APIRouter(route_class=serving.route_class, tags=["completions"])
 
-    @made.post("/rerank", response_model=RerankResponse, responses=ERRORS)
-    @made.post("/v1/rerank", response_model=RerankResponse, responses=ERRORS)
-    @made.post("/v2/rerank", response_model=RerankResponse, responses=ERRORS)
+    @routes.post("/rerank", response_model=RerankResponse, responses=ERRORS)
+    @routes.post("/v1/rerank", response_model=RerankResponse, responses=ERRORS)
+    @routes.post("/v2/rerank", response_model=RerankResponse, responses=ERRORS)
     async def rerank(body: RerankRequest) -> Response:
         """Sort documents by the cosine similarity of their embeddings to that of a query."""
-        return await serving.respond(job, body)
+        return await serving.respond(partial(ranking_job, serving), body)
 
-    @made.post("/score", response_model=ScoreResponse, responses=ERRORS)
-    @made.post("/v1/score", response_model=ScoreResponse, responses=ERRORS)
+    @routes.post("/score", response_model=ScoreResponse, responses=ERRORS)
+    @routes.post("/v1/score", response_model=ScoreResponse, responses=ERRORS)
     async def score(body: ScoreRequest) -> Response:
         """Return the cosine similarity of the embeddings of pairs of texts."""
-        return await serving.respond(job, body)
+        return await serving.respond(partial(ranking_job, serving), body)
 
-    return made
+    return routes
 
 
 def ranking_job(serving: Serving, body: RerankRequest | ScoreRequest) -> CompletionJob:

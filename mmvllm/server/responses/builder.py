@@ -19,7 +19,7 @@ from mmvllm.server.common.response_builder import (
     check_num_values,
     shown_logprobs,
 )
-from mmvllm.server.common.responses import Usage
+from mmvllm.server.common.response_models import Usage
 from mmvllm.server.common.tools import ToolUse
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.protocol import ResponseObject, ResponsesRequest

@@ -36,7 +36,7 @@ from mmvllm.server.common.protocol import (
     TokenLimit,
     check_number_of_parts,
 )
-from mmvllm.server.common.responses import PromptTokensDetails
+from mmvllm.server.common.response_models import PromptTokensDetails
 from mmvllm.server.common.structured import NamedSchema
 from mmvllm.server.common.tools import (
     BY_TOOL_TYPE,

@@ -11,12 +11,12 @@ from fastapi.responses import Response
 from mmvllm.server.chat.serving import tool_use
 from mmvllm.server.common.descriptions import described_chat
 from mmvllm.server.common.jobs import CompletionJob
-from mmvllm.server.common.responses import ERRORS, STREAMS
+from mmvllm.server.common.response_models import ERRORS, STREAMS
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.common.structured import structured_field
 from mmvllm.server.disconnects import while_connected
 from mmvllm.server.errors import ApiError, renamed_errors
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.responses.as_chat import NAMES_IN_CHATS, as_chat, image_params_of, messages_of
 from mmvllm.server.responses.builder import REPEATED, ResponseObjectBuilder
 from mmvllm.server.responses.input_items import page_of_input
@@ -34,27 +34,26 @@ from mmvllm.utils.memory_limit import memory_of
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["completions"])
+    routes = APIRouter(route_class=serving.route_class)
     store = ResponseStore(serving.settings.max_stored_bytes, serving.settings.stored_seconds)
-    make = partial(response_job, serving, store)
 
-    @made.post("/v1/responses", response_model=ResponseObject, responses=STREAMS)
+    @routes.post("/v1/responses", response_model=ResponseObject, responses=STREAMS, tags=["completions"])
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Create a response as OpenAI's Responses API has it."""
-        return await serving.respond(make, body, request.state.reservation)
+        return await serving.respond(partial(response_job, serving, store), body, request.state.reservation)
 
-    @made.post("/v1/responses/input_tokens", responses=ERRORS, tags=["tokens"])
+    @routes.post("/v1/responses/input_tokens", responses=ERRORS, tags=["tokens"])
     async def count_input(body: ResponsesRequest, request: Request) -> InputTokens:
         """The number of tokens of the prompt that POST /v1/responses would have."""
 
         async def count() -> InputTokens:
-            job = await serving.made(make, body, request.state.reservation)
+            job = await serving.built(partial(response_job, serving, store), body, request.state.reservation)
             return InputTokens(input_tokens=len(await serving.tokenize(job.prompt.request, job.spelled)))
 
         return await while_connected(request.receive, count())
 
-    made.include_router(_stored(store))
-    return made
+    routes.include_router(_stored(store))
+    return routes
 
 
 def response_job(
@@ -96,23 +95,26 @@ def _earlier(store: ResponseStore, response_id: str | None, reservation: ByteRes
 
 def _resolved(store: ResponseStore, items: Sequence[Item], reservation: ByteReservation) -> list[Item]:
     """Replace each reference by the item of a stored response that it names, of which the prompt has the text."""
-    made = []
+    resolved = []
     for i, item in enumerate(items):
         found = item
         if isinstance(item, ItemReference):
             if (found := store.output_item(item.id)) is None:
                 raise ApiError(400, not_stored("item", item.id), param=f"input[{i}].id")
             reservation.take(memory_of(found.model_dump()))
-        made.append(found)
-    return made
+        resolved.append(found)
+    return resolved
 
 
 def _stored(store: ResponseStore) -> APIRouter:
     router = APIRouter(prefix="/v1/responses", tags=["completions"], responses=ERRORS)
 
+    def missing(response_id: str) -> ApiError:
+        return ApiError(404, not_stored("response", response_id), param="response_id")
+
     def find(response_id: str) -> StoredResponse:
         if (found := store.get(response_id)) is None:
-            raise ApiError(404, not_stored("response", response_id), param="response_id")
+            raise missing(response_id)
         return found
 
     @router.get("/{response_id}", response_model=ResponseObject)
@@ -151,8 +153,8 @@ def _stored(store: ResponseStore) -> APIRouter:
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> DeletedResponse:
         """Delete a stored response."""
-        find(response_id)
-        store.remove(response_id)
+        if not store.remove(response_id):
+            raise missing(response_id)
         return DeletedResponse(id=response_id)
 
     return router

@@ -1,18 +1,19 @@
 """Serves /tokenize, /detokenize and /tokenizer_info: tokens of prompts and texts of tokens, without a completion."""
 
 import json
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from mmvllm.server.common.prompts import PromptJob
-from mmvllm.server.common.responses import ERRORS
+from mmvllm.server.common.response_models import ERRORS
 from mmvllm.server.common.serving import Serving
 from mmvllm.server.common.tools import prompt_tools
 from mmvllm.server.disconnects import while_connected
 from mmvllm.server.errors import ApiError
-from mmvllm.server.http.limits import ByteReservation
+from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.tokenize.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -26,31 +27,31 @@ _OF_ADDED = ("content", "lstrip", "rstrip", "single_word", "normalized", "specia
 
 
 def router(serving: Serving) -> APIRouter:
-    made = APIRouter(route_class=serving.route_class, tags=["tokens"], responses=ERRORS)
+    routes = APIRouter(route_class=serving.route_class, tags=["tokens"], responses=ERRORS)
 
-    @made.post("/tokenize")
+    @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
         """The tokens of a text, or of a conversation with all tokens of its images and videos."""
         return await while_connected(request.receive, tokens_of(serving, body, request.state.reservation))
 
-    @made.post("/detokenize")
+    @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of tokens."""
         return DetokenizeResponse(prompt=_text_of(serving, body))
 
     if serving.settings.shows_tokenizer:
 
-        @made.get("/tokenizer_info")
+        @routes.get("/tokenizer_info")
         async def tokenizer_info() -> TokenizerInfo:
             """The tokenizer's configuration and the chat template."""
             return _info_of(serving.engine.tokenizer)
 
-    return made
+    return routes
 
 
 async def tokens_of(serving: Serving, body: TokenizeRequest, reservation: ByteReservation) -> TokenizeResponse:
     """The tokens that the engine would be given; what is fetched for them is counted in `reservation`."""
-    prompt = await serving.made(lambda body: _prompt_of(serving, body, reservation), body)
+    prompt = await serving.built(partial(_prompt_of, serving), body, reservation)
     request = prompt.request if isinstance(prompt, PromptJob) else prompt
     ids = await serving.tokenize(request, lambda error: (str(error), _param_of(prompt, error)))
     texts = serving.engine.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None

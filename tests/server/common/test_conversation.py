@@ -4,15 +4,12 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from mmvllm import SamplingParams
 from mmvllm.server.chat.protocol import ChatRequest
-from mmvllm.server.chat.serving import chat_params
 from mmvllm.server.common.conversation import DetailLimits, chat_request, images_of, max_pixels_of
-from mmvllm.server.common.prompts import as_list
+from mmvllm.server.common.prompts import as_prompts
 from mmvllm.server.common.response_builder import token_name
 from mmvllm.server.common.videos import videos_of
 from mmvllm.server.completions.protocol import CompletionRequest
-from mmvllm.server.completions.serving import completion_params
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.as_chat import as_chat, messages_of
 from mmvllm.server.responses.protocol import ResponsesRequest
@@ -202,46 +199,11 @@ def test_ignored_fields_are_not_kept():
     assert body.user is None and body.metadata is None
 
 
-def test_default_parameters_are_those_of_openai():
-    del (body := chat("Hi"))["temperature"]
-    assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)
-    assert completion_params(CompletionRequest(model="m", prompt="Hi"), 99) == SamplingParams(
-        temperature=1.0, max_tokens=16
-    )
-
-
-def test_every_parameter_reaches_the_engine():
-    given = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "presence_penalty": 1.5,
-        "frequency_penalty": -1.5,
-        "repetition_penalty": 1.1,
-        "n": 3,
-        "seed": -4,
-        "stop": ["a", "b"],
-        "stop_token_ids": [7],
-        "min_tokens": 2,
-        "max_tokens": 10,
-        "ignore_eos": True,
-    }
-    assert chat_params(request("Hi", **given, logprobs=True, top_logprobs=4), 99) == SamplingParams(**given, logprobs=4)
-    assert completion_params(CompletionRequest(model="m", prompt="", **given), 99) == SamplingParams(**given)
-
-
-def test_equal_limits_under_both_names_are_accepted():
-    assert chat_params(request("Hi", max_tokens=5, max_completion_tokens=5), 99).max_tokens == 5
-    with pytest.raises(ApiError):
-        chat_params(request("Hi", max_tokens=5, max_completion_tokens=6), 99)
-
-
 @pytest.mark.parametrize(
     ("prompt", "expected"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_prompts_have_four_shapes(prompt, expected):
-    assert as_list(CompletionRequest(model="m", prompt=prompt).prompt) == expected
+    assert as_prompts(CompletionRequest(model="m", prompt=prompt).prompt) == expected
 
 
 def test_incomplete_utf8_is_shown_as_bytes():

@@ -7,11 +7,12 @@ import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.server.chat.protocol import ChatRequest
-from mmvllm.server.chat.serving import chat_job
+from mmvllm.server.chat.serving import chat_job, chat_params
 from mmvllm.server.completions.protocol import CompletionRequest
-from mmvllm.server.completions.serving import completion_job
+from mmvllm.server.completions.serving import completion_job, completion_params
+from mmvllm.server.errors import ApiError
 from tests.helpers.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
-from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, make_app, served, user
+from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app, served, user
 
 OWN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1, "presence_penalty": 1.5}
 GIVEN = {"temperature": 0.0, "top_p": 0.3, "top_k": 0, "repetition_penalty": 1.2, "min_p": 0.0, "presence_penalty": 0.0}
@@ -105,3 +106,40 @@ def test_the_schema_says_where_defaults_come_from(engine_with):
     schema = call(make_app(engine_with({})), "GET", "/openapi.json").json()["components"]["schemas"]
     for name in OWN:
         assert "generation_config.json" in schema["ChatRequest"]["properties"][name]["description"]
+
+
+def test_default_parameters_are_those_of_openai():
+    del (body := chat("Hi"))["temperature"]
+    assert chat_params(ChatRequest(**body), 99) == SamplingParams(temperature=1.0, max_tokens=99)
+    assert completion_params(CompletionRequest(model="m", prompt="Hi"), 99) == SamplingParams(
+        temperature=1.0, max_tokens=16
+    )
+
+
+def test_every_parameter_reaches_the_engine():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.1,
+        "n": 3,
+        "seed": -4,
+        "stop": ["a", "b"],
+        "stop_token_ids": [7],
+        "min_tokens": 2,
+        "max_tokens": 10,
+        "ignore_eos": True,
+    }
+    assert chat_params(ChatRequest(**chat("Hi", **given, logprobs=True, top_logprobs=4)), 99) == SamplingParams(
+        **given, logprobs=4
+    )
+    assert completion_params(CompletionRequest(model="m", prompt="", **given), 99) == SamplingParams(**given)
+
+
+def test_equal_limits_under_both_names_are_accepted():
+    assert chat_params(ChatRequest(**chat("Hi", max_tokens=5, max_completion_tokens=5)), 99).max_tokens == 5
+    with pytest.raises(ApiError):
+        chat_params(ChatRequest(**chat("Hi", max_tokens=5, max_completion_tokens=6)), 99)

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
+from mmvllm.server.http import auth_and_limits as limits
 from mmvllm.server.http import connection as protocol
-from mmvllm.server.http import limits, parser
+from mmvllm.server.http import parser
 from tests.helpers.engines import slow_steps
 from tests.helpers.needs import needs
 from tests.helpers.server import (

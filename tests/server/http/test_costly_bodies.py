@@ -17,14 +17,13 @@ from mmvllm.processors.tensors import own_token_ids
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.chat import serving as chat_serving
 from mmvllm.server.chat.builder import ChatResponseBuilder
-from mmvllm.server.common import job_response as completion_response
-from mmvllm.server.common import response_builder, serving
+from mmvllm.server.common import job_response, response_builder, serving
 from mmvllm.server.common.job_response import MAX_QUEUED, JobResponse
 from mmvllm.server.common.protocol import MAX_ALLOWED_IDS, MAX_PARTS
-from mmvllm.server.embeddings import builder as embedding_response
+from mmvllm.server.embeddings import builder as embedding_builder
 from mmvllm.server.http import body as body_module
+from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.http.body import MANY_BYTES
-from mmvllm.server.http.limits import ByteReservation
 from mmvllm.server.responses.as_chat import image_params_of
 from mmvllm.structured.schema_keywords import MAX_SCHEMAS
 from tests.helpers.server import (
@@ -217,7 +216,7 @@ LARGE = [  # the path, the body, what its response has of values that are counte
 def test_the_values_of_a_response_are_limited(app, monkeypatch, path, body, number, field):
     for limit, is_accepted in ((number, True), (number - 1, False)):
         monkeypatch.setattr(response_builder, "MAX_LOGPROBS_OF_RESPONSE", limit)
-        monkeypatch.setattr(embedding_response, "MAX_NUMBERS", limit)
+        monkeypatch.setattr(embedding_builder, "MAX_NUMBERS", limit)
         answer = call(app, "POST", path, json=body)
         assert (answer.status_code == 200) is is_accepted, answer.text[:300]
     assert answer.status_code == 400 and error_of(answer)["param"] == field
@@ -258,7 +257,7 @@ def test_candidates_that_are_chosen_among_have_few_values(app, monkeypatch, path
 
 
 def test_vectors_in_base64_are_not_limited(app, monkeypatch):
-    monkeypatch.setattr(embedding_response, "MAX_NUMBERS", 1)
+    monkeypatch.setattr(embedding_builder, "MAX_NUMBERS", 1)
     body = {"model": "bundled", "input": [IDS] * 3, "encoding_format": "base64"}
     assert len(call(app, "POST", EMBEDDINGS, json=body).json()["data"]) == 3
 
@@ -274,7 +273,7 @@ def test_a_large_response_is_made_in_a_thread_and_is_the_same(app, monkeypatch, 
 
     monkeypatch.setattr(JobResponse, "_content", noted)
     for limit in (number + 1, number):
-        monkeypatch.setattr(completion_response, "MANY_VALUES", limit)
+        monkeypatch.setattr(job_response, "MANY_VALUES", limit)
         answer = call(app, "POST", path, json=body).json()
         text = json.dumps([answer.get(name) for name in ("choices", "data")])
         made.append(re.sub(r"-?[0-9]+\.[0-9]+(e-[0-9]+)?", "x", text))  # the batches differ, and so the last digits
@@ -313,7 +312,7 @@ def test_log_probabilities_of_a_stream_are_written_in_a_thread_if_there_are_many
         ChatResponseBuilder, "chunks", lambda *given: threads.append(threading.current_thread().name) or chunks(*given)
     )
     for limit, in_thread in ((4, True), (5000, False)):
-        monkeypatch.setattr(completion_response, "MANY_VALUES", limit)
+        monkeypatch.setattr(job_response, "MANY_VALUES", limit)
         body = chat("Hi", logprobs=True, top_logprobs=4, max_tokens=4, stream=True)
         assert "[DONE]" in call(app, "POST", CHAT, json=body).text
         assert {name.startswith("mmvllm-response") for name in threads} == {in_thread}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmvllm.server.http.limits import MAX_IGNORED_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
+from mmvllm.server.http.auth_and_limits import MAX_IGNORED_BYTES, AuthAndSizeLimitMiddleware, ByteBudget
 from mmvllm.utils.asgi import PIECE_BYTES
 
 
@@ -66,14 +66,14 @@ def test_the_app_receives_the_body_in_one_message():
     "exchange", [Exchange(b"a" * 101), Exchange(b"a" * 60, b"a" * 60), Exchange(content_length="101")]
 )
 def test_a_body_over_the_limit_is_refused(monkeypatch, exchange):
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     run(make_middleware(), exchange)
     assert exchange.status == 413 and b"at most 100 bytes" in exchange.body
 
 
 @pytest.mark.parametrize("keys", [(), ("one",)])
 def test_a_body_that_no_route_reads_has_a_small_limit(monkeypatch, keys):
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     limits = {"max_bytes": 10**6, "budget": ByteBudget(10**6), "api_keys": keys}
     accepted = Exchange(b"a" * MAX_IGNORED_BYTES, path="/health/live")
     sent = Exchange(b"a" * (MAX_IGNORED_BYTES + 1), path="/health/live")
@@ -84,7 +84,7 @@ def test_a_body_that_no_route_reads_has_a_small_limit(monkeypatch, keys):
 
 
 def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch):
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     exchange = Exchange(b"a", ends=False)
     run(make_middleware(), exchange)
     assert exchange.status == 408
@@ -92,7 +92,7 @@ def test_a_body_that_does_not_arrive_in_time_is_refused(monkeypatch):
 
 def test_the_total_size_of_bodies_is_limited(monkeypatch):
     """While the app handles the first, the second is refused; afterwards the third is accepted."""
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     is_working, may_end = asyncio.Event(), asyncio.Event()
 
     async def app(scope, receive, send):
@@ -133,7 +133,7 @@ def test_a_long_response_is_sent_in_pieces(size):
 
 def test_large_requests_do_not_keep_small_ones_waiting(monkeypatch):
     """A client that reads a response slowly keeps the bytes of its request."""
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     size = 4096 * 40
     budget = ByteBudget(size)
     others = [Exchange(b"a" * 41), Exchange(b"a" * 40), Exchange(b"a" * 20, b"a" * 21)]
@@ -153,7 +153,7 @@ def test_large_requests_do_not_keep_small_ones_waiting(monkeypatch):
 
 
 def test_small_requests_have_a_share_of_their_own_which_is_limited(monkeypatch):
-    monkeypatch.setattr("mmvllm.server.http.limits.LINGER_SECONDS", 0.01)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.LINGER_SECONDS", 0.01)
     size = 4096 * 40
     budget, may_end = ByteBudget(size), asyncio.Event()
     small = [Exchange(b"a" * 40) for _ in range(1024 + 2)]
@@ -272,7 +272,7 @@ def test_too_little_memory_for_a_body_is_a_503(monkeypatch):
         def __iadd__(self, chunk):
             raise MemoryError
 
-    monkeypatch.setattr("mmvllm.server.http.limits.bytearray", Full, raising=False)
+    monkeypatch.setattr("mmvllm.server.http.auth_and_limits.bytearray", Full, raising=False)
     exchange = Exchange(b"a" * 50)
     run(make_middleware(), exchange)
     assert exchange.status == 503 and b"not enough memory" in exchange.body

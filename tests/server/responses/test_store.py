@@ -7,7 +7,7 @@ import time
 import openai
 import pytest
 
-from mmvllm.server.responses import store as response_store
+from mmvllm.server.responses import store as store_module
 from mmvllm.server.responses.as_chat import messages_of
 from mmvllm.server.responses.protocol import ITEMS
 from mmvllm.server.responses.store import ResponseStore
@@ -142,7 +142,7 @@ def response(number: int) -> dict:
 
 def test_a_response_has_a_size_and_expires(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(response_store.time, "monotonic", lambda: now)
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now)
     store = ResponseStore(20_000, 60)
     store.add(response(0), [user("Hi")], [user("Hi")])
     size = store.get("resp_0").size
