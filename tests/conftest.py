@@ -18,15 +18,15 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
 from mmvllm.worker import loading
 from mmvllm.worker.cuda_graphs import Graphs
-from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.engines import assert_idle
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.media.video_references import end_process
+from tests.helpers.models.checkpoints import make_checkpoint
+from tests.helpers.models.reference import Reference
 from tests.helpers.needs import mark_by_fixtures, needs, undeclared
 from tests.helpers.quarantine import FILE as QUARANTINE
 from tests.helpers.quarantine import quarantined, set_aside
-from tests.helpers.reference import Reference
 from tests.helpers.scheduling import as_scheduled
 from tests.helpers.thinning import thin
-from tests.helpers.video_references import end_process
 
 # The same examples in every run, however slow the machine.
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)

@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
     import asyncio
 
     from mmvllm.entrypoints.async_llm import AsyncLLM
-    from tests.helpers.server import ENGINE, serving
+    from tests.helpers.serving.server import ENGINE, serving
 
     engine = AsyncLLM(**ENGINE)
     with serving(engine) as running:

@@ -12,9 +12,9 @@ from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.images.processor import SourceGeometry
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.scripted import script
-from tests.helpers.shapes import SHAPES
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.engine.scripted import script
+from tests.helpers.models.shapes import SHAPES
 
 SHAPE_OF = {spec["family"]: name for name, spec in reversed(SHAPES.items()) if "vision" in spec}
 WIDTH, HEIGHT = 45, 83  # upright

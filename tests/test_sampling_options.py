@@ -21,7 +21,7 @@ from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.chat.serving import chat_params
 from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.completions.serving import completion_params
-from tests.helpers.server import chat, completion
+from tests.helpers.serving.server import chat, completion
 
 DEFAULTS = SamplingParams()
 FIELDS = [field.name for field in fields(SamplingParams)]

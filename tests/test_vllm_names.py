@@ -22,8 +22,8 @@ from mmvllm.entrypoints.metrics import Counter, Gauge, Metric
 from mmvllm.errors import RequestError
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling_params import RequestOutputKind
-from tests.helpers.async_engines import async_test
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.async_engines import async_test
+from tests.helpers.engine.requests import ask, noise_image
 
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -11,8 +11,8 @@ from pathlib import Path, PureWindowsPath
 import pytest
 
 from mmvllm.captioning.sources import names
-from tests.helpers.captioning import recorded, records, until
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.jobs import recorded, records, until
+from tests.helpers.engine.requests import noise_image
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = (ROOT / "tests" / "helpers" / "windows", ROOT)

@@ -313,7 +313,7 @@ def _heading(engine: "AsyncLLM") -> str:
 
 
 def _read(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
+    return (HERE / "static" / name).read_text(encoding="utf-8")
 
 
 def _examples(uploads: Uploads) -> list[Turn]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 FONTS = ("sans-serif",)  # web fonts would have to be fetched; page.css names system fonts
 # The browser fetches nothing from other hosts, whatever an answer contains.
 POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; form-action 'self'; base-uri 'self'"
-HERE = Path(__file__).parent
-SCRIPT = (HERE / "page.js").read_text(encoding="utf-8")
+STATIC = Path(__file__).parent / "static"
+SCRIPT = (STATIC / "page.js").read_text(encoding="utf-8")
 LOOK = {
     "theme": gr.themes.Base(
         primary_hue="blue", neutral_hue="stone", font=FONTS, font_mono=("monospace",), radius_size="lg"
@@ -24,7 +24,7 @@ LOOK = {
         body_text_color_subdued_dark="*neutral_400",
         button_primary_background_fill="*primary_600",
     ),
-    "css": (HERE / "page.css").read_text(encoding="utf-8"),
+    "css": (STATIC / "page.css").read_text(encoding="utf-8"),
     "head": f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><script>{SCRIPT}</script>',
     "footer_links": [],
     "run_history": False,

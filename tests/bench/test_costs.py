@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from tests.helpers.shapes import IMAGE_SHAPES
+from tests.helpers.models.shapes import IMAGE_SHAPES
 
 pytestmark = pytest.mark.thinned
 

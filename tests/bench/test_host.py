@@ -9,7 +9,7 @@ from mmvllm.bench import report
 from mmvllm.cli.main import main
 from mmvllm.kernels import sampling
 from mmvllm.sampling import sampler
-from tests.helpers.rank_threads import use_rank_threads
+from tests.helpers.engine.rank_threads import use_rank_threads
 
 SMALL = ("host", "--device", "cpu", "--steps", "6", "--contexts", "40,5", "--sequences", "1,4")
 

@@ -11,7 +11,7 @@ from mmvllm.bench.reference import Transformers, dummy_model
 from mmvllm.bench.runs import Mmvllm
 from mmvllm.bench.workload import Workload
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.shapes import RICHEST, SHAPES
+from tests.helpers.models.shapes import RICHEST, SHAPES
 
 CPU, FLOAT32 = torch.device("cpu"), torch.float32
 

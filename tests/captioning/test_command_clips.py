@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from tests.helpers.captioning import recorded, records, until
-from tests.helpers.requests import noise_image
-from tests.helpers.videos import make_clip
+from tests.helpers.captioning.jobs import recorded, records, until
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.videos import make_clip
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import threading
 import zlib
 from pathlib import Path
 
-from tests.helpers.captioning import all_but_the_last, by_name, many, recorded, records, until
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.jobs import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.engine.requests import noise_image
 
 
 def bad_files(folder: Path) -> dict[str, str]:

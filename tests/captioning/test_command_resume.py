@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.helpers.captioning import all_but_the_last, by_name, many, recorded, records, until
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.jobs import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.engine.requests import noise_image
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import tarfile
 
 import pytest
 
-from tests.helpers.captioning import by_name, many, records
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.jobs import by_name, many, records
+from tests.helpers.engine.requests import noise_image
 
 
 def test_equal_images_are_captioned_once(caption, folder, out):

@@ -4,8 +4,8 @@ import pytest
 
 from mmvllm.captioning import caption_images
 from mmvllm.errors import ArgumentError
-from tests.helpers.adapters import make_adapter
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.models.adapters import make_adapter
 
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
 

@@ -13,8 +13,8 @@ from mmvllm.captioning.outputs.report import write_report
 from mmvllm.captioning.sources import loading
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.images.load import load_image
-from tests.helpers.captioning import records
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.captioning.jobs import records
+from tests.helpers.engine.requests import ask, noise_image
 
 PROMPTS = [{"name": "text", "prompt": "Describe this image."}, {"name": "tags", "prompt": "List tags."}, "Count!"]
 NAMES = ["text", "tags", "3"]

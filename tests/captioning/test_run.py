@@ -15,7 +15,7 @@ from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import ArgumentError
 from tests.helpers.cpu import NEEDS_8_BITS
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from mmvllm.captioning import caption_images
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "skip_warmup": True}
 STRINGS = (

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mmvllm.cli.main import main
-from tests.helpers.captioning import TINY
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.jobs import TINY
+from tests.helpers.engine.requests import noise_image
 
 
 @pytest.fixture

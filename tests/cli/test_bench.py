@@ -13,7 +13,7 @@ from mmvllm.bench import kernels, preprocess_video, report, roofline, runs
 from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from tests.helpers.videos import make_clip
+from tests.helpers.media.videos import make_clip
 
 SMALL = ("--device", "cpu", "--size", "64x48", "--output-tokens", "5", "--repeat", "2")
 commit_of_the_checkout = report._commit

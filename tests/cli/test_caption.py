@@ -13,8 +13,8 @@ import mmvllm
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.cli.main import main
-from tests.helpers.captioning import TINY
-from tests.helpers.requests import ask
+from tests.helpers.captioning.jobs import TINY
+from tests.helpers.engine.requests import ask
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -7,9 +7,9 @@ import pytest
 from mmvllm.cli.main import main
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank
-from tests.helpers.device_memory import PUBLISHED, device_bytes, memory_rows
-from tests.helpers.metadata import ROOT, needs_metadata
-from tests.helpers.weights import load
+from tests.helpers.models.device_memory import PUBLISHED, device_bytes, memory_rows
+from tests.helpers.models.metadata import ROOT, needs_metadata
+from tests.helpers.models.weights import load
 
 
 @pytest.fixture

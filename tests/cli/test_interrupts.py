@@ -16,7 +16,7 @@ import pytest
 
 from mmvllm import __main__
 from mmvllm.processes.signals import FORCED_SECONDS
-from tests.helpers.async_engines import wait_until
+from tests.helpers.engine.async_engines import wait_until
 from tests.helpers.processes import spawned, wait_until_gone
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -101,7 +101,7 @@ from types import SimpleNamespace
 from mmvllm.cli.caption import stopping
 from mmvllm.processes.signals import signals_deferred
 from mmvllm.processes.pool import WorkerPool
-from tests.helpers import tasks
+from tests.helpers.media import tasks
 
 if __name__ == "__main__":
     workers = WorkerPool(1)

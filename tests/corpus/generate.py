@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, PngImagePlugin
 
-from tests.helpers.hostile import gif_with, jpeg_segment, png_chunk, with_last_scan
-from tests.helpers.images import encode, noise
+from tests.helpers.media.hostile import gif_with, jpeg_segment, png_chunk, with_last_scan
+from tests.helpers.media.images import encode, noise
 
 # Pillow's name of a format -> the suffix of its files, for all formats that Pillow also writes.
 SUFFIXES = {

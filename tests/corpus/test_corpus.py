@@ -17,7 +17,7 @@ from mmvllm.entrypoints.llm import LLM
 from mmvllm.media.policy import FORMATS
 from mmvllm.processors.images.load import load_image
 from tests.corpus.generate import CorpusFile, corpus, write
-from tests.helpers.server import CHAT, ENGINE, chat, image_part, make_app
+from tests.helpers.serving.server import CHAT, ENGINE, chat, image_part, make_app
 
 MAX_PIXELS = 32 * 28 * 28  # of the resized image: the model's time does not matter here
 

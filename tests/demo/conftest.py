@@ -6,7 +6,7 @@ import pytest
 
 from mmvllm.media.policy import MediaPolicy
 from tests.helpers.needs import needs
-from tests.helpers.pages import Site, served
+from tests.helpers.serving.pages import Site, served
 
 
 @pytest.fixture(scope="module")

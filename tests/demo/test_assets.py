@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from mmvllm.demo import assets
 from mmvllm.demo.assets import CompressedFiles, as_it_is, is_file
-from tests.helpers.pages import get
+from tests.helpers.serving.pages import get
 
 TEXT = "".join(random.Random(0).choices("ab", k=400_000)).encode()
 

@@ -7,10 +7,10 @@ import pytest
 from mmvllm import LLM
 from mmvllm.demo import session as session_module
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.browser import OTHER, SCENE, is_ending, opened, uploaded
-from tests.helpers.pages import Site, elsewhere, in_steps, until
-from tests.helpers.requests import ask
-from tests.helpers.server import serving
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.browser import OTHER, SCENE, is_ending, opened, uploaded
+from tests.helpers.serving.pages import Site, elsewhere, in_steps, until
+from tests.helpers.serving.server import serving
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]

@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image
 
-from tests.helpers.browser import SCENE, opened
-from tests.helpers.scripted import script
+from tests.helpers.engine.scripted import script
+from tests.helpers.serving.browser import SCENE, opened
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from mmvllm.demo.uploads import process_uploads
-from tests.helpers.browser import OTHER, SCENE, opened, uploaded
-from tests.helpers.pages import until
+from tests.helpers.serving.browser import OTHER, SCENE, opened, uploaded
+from tests.helpers.serving.pages import until
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.browser import OTHER, SCENE, opened
-from tests.helpers.pages import until
+from tests.helpers.serving.browser import OTHER, SCENE, opened
+from tests.helpers.serving.pages import until
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import pytest
 
 from mmvllm.demo import uploads as uploads_module
-from tests.helpers.browser import IMAGES, OTHER, SCENE, Tab, opened
-from tests.helpers.pages import in_steps, served, until
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.serving.browser import IMAGES, OTHER, SCENE, Tab, opened
+from tests.helpers.serving.pages import in_steps, served, until
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from mmvllm.demo import session as session_module
-from tests.helpers.browser import SCENE, opened, uploaded
-from tests.helpers.pages import until
-from tests.helpers.videos import make_clip
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.browser import SCENE, opened, uploaded
+from tests.helpers.serving.pages import until
 
 pytest.importorskip("gradio")
 pytest.importorskip("av")

@@ -18,9 +18,9 @@ import gradio
 from mmvllm.demo import session as session_module
 from mmvllm.demo.handlers import MAX_UNREAD_UPDATES
 from mmvllm.demo.images import UploadedImage
-from tests.helpers.images import encode
-from tests.helpers.pages import CONTROLS, event, in_steps, post, until
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode
+from tests.helpers.serving.pages import CONTROLS, event, in_steps, post, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 

@@ -20,9 +20,9 @@ from mmvllm.demo.parts import FileParts
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.media.policy import MediaPolicy
-from tests.helpers.demo import InProcessDecoder
-from tests.helpers.images import image_config
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import image_config
+from tests.helpers.serving.demo import InProcessDecoder
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gradio")
 POLICY = MediaPolicy()

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.helpers.pages import get
+from tests.helpers.serving.pages import get
 
 
 @pytest.mark.parametrize("path", ["", "config", f"static/{'a' * 256}", f"assets/{'é' * 200}", f"static/{'a/' * 3000}"])

@@ -27,10 +27,10 @@ from mmvllm.demo import session as session_module
 from mmvllm.demo import unread as unread_module
 from mmvllm.demo.route_filter import MAX_UNREAD
 from mmvllm.demo.uploads import process_uploads
-from tests.helpers.demo import Work
-from tests.helpers.images import encode
-from tests.helpers.pages import CONTROLS, META, event, get, in_steps, post, until
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode
+from tests.helpers.serving.demo import Work
+from tests.helpers.serving.pages import CONTROLS, META, event, get, in_steps, post, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")
 

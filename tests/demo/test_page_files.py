@@ -18,8 +18,8 @@ import pytest
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.media.policy import MediaPolicy
 from tests.helpers.needs import needs
-from tests.helpers.pages import CONTROLS, META, Site, elsewhere, event, post, served, until
-from tests.helpers.server import ENGINE, serving
+from tests.helpers.serving.pages import CONTROLS, META, Site, elsewhere, event, post, served, until
+from tests.helpers.serving.server import ENGINE, serving
 
 pytest.importorskip("gradio")
 from gradio import processing_utils

@@ -30,8 +30,8 @@ from mmvllm.demo.videos import UploadedVideo
 from mmvllm.errors import EngineBusy, EngineStopped, PromptTooLong, RequestError
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.videos.load import DIRECT
-from tests.helpers.demo import InProcessDecoder
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.serving.demo import InProcessDecoder
 
 POLICY = MediaPolicy()
 

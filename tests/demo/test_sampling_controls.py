@@ -14,9 +14,9 @@ from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import process_uploads
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
-from tests.helpers.pages import elsewhere
-from tests.helpers.server import ENGINE
+from tests.helpers.models.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
+from tests.helpers.serving.pages import elsewhere
+from tests.helpers.serving.server import ENGINE
 
 LABELS = ("Temperature", "Top-p", "Top-k, or 0 for all", "Repetition penalty")
 GREEDY = (0, 1, 0, 1)

@@ -22,10 +22,10 @@ from mmvllm.errors import EngineBusy
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.outputs import Delta
 from mmvllm.processors.videos.load import DIRECT
-from tests.helpers.demo import InProcessDecoder
-from tests.helpers.images import image_config
-from tests.helpers.pages import elsewhere
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import image_config
+from tests.helpers.serving.demo import InProcessDecoder
+from tests.helpers.serving.pages import elsewhere
 
 POLICY = MediaPolicy()
 OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)

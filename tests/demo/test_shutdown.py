@@ -9,8 +9,8 @@ import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server import run as run_module
-from tests.helpers.pages import elsewhere, served, until
-from tests.helpers.server import ENGINE, serving
+from tests.helpers.serving.pages import elsewhere, served, until
+from tests.helpers.serving.server import ENGINE, serving
 
 pytest.importorskip("gradio")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")

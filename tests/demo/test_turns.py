@@ -14,7 +14,7 @@ from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.media.policy import MediaPolicy
-from tests.helpers.demo import Work
+from tests.helpers.serving.demo import Work
 
 BODY = json.dumps({"fn_index": 5, "session_hash": "a"}).encode()
 

@@ -20,8 +20,8 @@ from mmvllm.demo.uploads import MAX_INCOMING_FILES, ORPHAN_SECONDS, Uploads
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.processors.videos.load import Load
-from tests.helpers.images import encode, image_config
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode, image_config
 
 POLICY = MediaPolicy(max_bytes=1_000_000, max_pixels=1_000_000)
 LOAD = Load(image=POLICY.load)

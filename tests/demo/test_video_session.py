@@ -22,11 +22,11 @@ from mmvllm.demo.uploads import Uploads
 from mmvllm.demo.videos import ClipRules, UploadedVideo
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.media.policy import MediaPolicy
-from tests.helpers.demo import OPTIONS
-from tests.helpers.pages import elsewhere
-from tests.helpers.requests import noise_image
-from tests.helpers.server import ENGINE
-from tests.helpers.videos import make_clip
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.demo import OPTIONS
+from tests.helpers.serving.pages import elsewhere
+from tests.helpers.serving.server import ENGINE
 
 SHORT = replace(OPTIONS, max_tokens=4)
 VISITOR = SimpleNamespace(session_hash="one")

@@ -27,11 +27,11 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.processes.pool import NUM_WORKERS
 from mmvllm.processors.videos.clip import VideoInfo
 from mmvllm.processors.videos.load import Load
-from tests.helpers.demo import OPTIONS, InProcessDecoder
-from tests.helpers.pages import elsewhere
-from tests.helpers.requests import noise_image
-from tests.helpers.server import ENGINE
-from tests.helpers.videos import make_clip
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.demo import OPTIONS, InProcessDecoder
+from tests.helpers.serving.pages import elsewhere
+from tests.helpers.serving.server import ENGINE
 
 pytestmark = pytest.mark.thinned
 

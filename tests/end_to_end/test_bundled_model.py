@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen2VLProcessor
 
 from mmvllm import SamplingParams
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = json.loads((BUNDLED / "tokenizer_config.json").read_text())["chat_template"]

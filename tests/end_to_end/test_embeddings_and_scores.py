@@ -8,11 +8,11 @@ import torch
 
 from mmvllm import AsyncLLM, EmbeddingOutput, RequestsAborted, SamplingParams
 from mmvllm.pooling_params import PoolingParams
-from tests.helpers.async_engines import async_test
-from tests.helpers.engines import assert_idle
-from tests.helpers.prompt_reads import REQUESTS, Expected
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.shapes import RICHEST, every_family
+from tests.helpers.engine.async_engines import async_test
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.prompt_reads import REQUESTS, Expected
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.shapes import RICHEST, every_family
 
 CHOICES = ["A circle.", " a square", [7, 8, 9], "A circle and a square"]
 

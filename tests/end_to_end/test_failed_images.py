@@ -17,8 +17,8 @@ from mmvllm.captioning import caption_images
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import ImageError, RequestError
 from mmvllm.processors.images.load import load_image
-from tests.helpers.async_engines import OPTIONS, wait_until
-from tests.helpers.requests import ask
+from tests.helpers.engine.async_engines import OPTIONS, wait_until
+from tests.helpers.engine.requests import ask
 
 MiB = 1024 * 1024
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.cli.main import main
-from tests.helpers.metadata import ROOT, needs_metadata
+from tests.helpers.models.metadata import ROOT, needs_metadata
 
 # A model, and another whose tokenizer is the same, for a folder without vocabulary.
 MODELS = {

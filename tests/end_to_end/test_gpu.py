@@ -7,12 +7,12 @@ from mmvllm import SamplingParams
 from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.worker.mixed_graphs import MixedGraphs
 from mmvllm.worker.vision_graphs import VisionGraphs
-from tests.helpers.engines import run_at_once
-from tests.helpers.kernels import assert_no_worse
-from tests.helpers.parity import GREEDY, REQUESTS, VIDEOS
-from tests.helpers.reference import ExpertsOf, first_logits
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, every_family
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.kernels import assert_no_worse
+from tests.helpers.models.parity import GREEDY, REQUESTS, VIDEOS
+from tests.helpers.models.reference import ExpertsOf, first_logits
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST, every_family
 
 pytestmark = pytest.mark.gpu
 

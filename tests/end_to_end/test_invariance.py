@@ -6,10 +6,10 @@ from math import prod
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.engines import assert_idle, run_at_once
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.engines import assert_idle, run_at_once
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.engine.requests import ask, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.models.shapes import every_family
 
 pytestmark = [every_family, pytest.mark.thinned]
 WAYS = [

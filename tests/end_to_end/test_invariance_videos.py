@@ -6,9 +6,9 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, digests_of, frames, noise_image, spans_of
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.requests import ask, digests_of, frames, noise_image, spans_of
+from tests.helpers.models.shapes import every_family
 
 pytestmark = [every_family, pytest.mark.thinned]
 both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ahead"], indirect=True)

@@ -22,10 +22,10 @@ from mmvllm.kernels import (
     write_kv,
 )
 from mmvllm.layers import experts
-from tests.helpers.engines import run_at_once
-from tests.helpers.kernels import round_to_e4m3_exactly
-from tests.helpers.requests import ask, frames, noise_image
-from tests.helpers.shapes import RICHEST
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.engine.requests import ask, frames, noise_image
+from tests.helpers.models.kernels import round_to_e4m3_exactly
+from tests.helpers.models.shapes import RICHEST
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the gpu tests run the kernels natively")
 

@@ -12,13 +12,13 @@ from mmvllm.kernels import rotary
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
 from mmvllm.worker.memory import affordable_blocks, empty_kv_cache, kv_block_bytes
-from tests.helpers.engines import assert_idle, run_at_once
-from tests.helpers.kernels import round_to_e4m3_exactly
-from tests.helpers.parity import REQUESTS
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.reference import first_logits
-from tests.helpers.requests import ask
-from tests.helpers.shapes import TEXT_SHAPES, every_family, one_family
+from tests.helpers.engine.engines import assert_idle, run_at_once
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.engine.requests import ask
+from tests.helpers.models.kernels import round_to_e4m3_exactly
+from tests.helpers.models.parity import REQUESTS
+from tests.helpers.models.reference import first_logits
+from tests.helpers.models.shapes import TEXT_SHAPES, every_family, one_family
 
 ALL = [REQUESTS[name] for name in ("text", "one", "two apart", "three")]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

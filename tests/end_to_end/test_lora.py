@@ -10,12 +10,12 @@ from mmvllm import LoRARequest, RequestError, SamplingParams
 from mmvllm.lora.adapters import AdapterStore, model_without_weights
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import load_config
-from tests.helpers.adapters import DECODER, VISION, make_adapter, merged_checkpoint
 from tests.helpers.cpu import kinds
-from tests.helpers.engines import assert_idle
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.shapes import RICHEST
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.adapters import DECODER, VISION, make_adapter, merged_checkpoint
+from tests.helpers.models.shapes import RICHEST
 
 TOKENS = 12
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -6,11 +6,11 @@ import torch
 
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.positions import mrope_positions
-from tests.helpers.images import normalized
-from tests.helpers.parity import EXACT, GREEDY, REQUESTS
-from tests.helpers.reference import assert_no_worse, first_logits
-from tests.helpers.requests import ask, grids_of, patches_of, spans_of
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
+from tests.helpers.engine.requests import ask, grids_of, patches_of, spans_of
+from tests.helpers.media.images import normalized
+from tests.helpers.models.parity import EXACT, GREEDY, REQUESTS
+from tests.helpers.models.reference import assert_no_worse, first_logits
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST
 
 
 @pytest.mark.essential(4)

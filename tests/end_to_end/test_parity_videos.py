@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from mmvllm.processors.tensors import NAMES
-from tests.helpers.images import normalized
-from tests.helpers.parity import GREEDY, VIDEOS
-from tests.helpers.reference import assert_no_worse, first_logits
-from tests.helpers.requests import ask, frames
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST
+from tests.helpers.engine.requests import ask, frames
+from tests.helpers.media.images import normalized
+from tests.helpers.models.parity import GREEDY, VIDEOS
+from tests.helpers.models.reference import assert_no_worse, first_logits
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST
 
 pytestmark = [pytest.mark.spawns, pytest.mark.thinned]
 

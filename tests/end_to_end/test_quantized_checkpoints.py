@@ -11,14 +11,14 @@ from mmvllm.models.splitting import PlannedRank
 from mmvllm.processes.ranks import SINGLE
 from mmvllm.quantization.linear_method import WeightForm
 from mmvllm.quantization.onednn import Int4Weight, Int8Weight, PackedWeight
-from tests.helpers.adapters import make_adapter
 from tests.helpers.cpu import NEEDS_8_BITS, PACKS_BFLOAT16, SUMS_8_BITS
-from tests.helpers.packers import pack_int8
-from tests.helpers.parity import GREEDY, REQUESTS
-from tests.helpers.quantized_checkpoints import FORMATS, quantized_checkpoint
-from tests.helpers.reference import Reference
-from tests.helpers.shapes import RICHEST
-from tests.helpers.weights import CPU, assert_same, load, state
+from tests.helpers.models.adapters import make_adapter
+from tests.helpers.models.packers import pack_int8
+from tests.helpers.models.parity import GREEDY, REQUESTS
+from tests.helpers.models.quantized_checkpoints import FORMATS, quantized_checkpoint
+from tests.helpers.models.reference import Reference
+from tests.helpers.models.shapes import RICHEST
+from tests.helpers.models.weights import CPU, assert_same, load, state
 
 SHAPES = (*RICHEST, "qwen2-gqa3-untied", "deepstack1-vit72-untied")
 QUICK = {(RICHEST[i % len(RICHEST)], method) for i, method in enumerate(FORMATS)}  # one family of each format

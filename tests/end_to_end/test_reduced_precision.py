@@ -5,9 +5,9 @@ import torch
 
 from mmvllm import SamplingParams
 from tests.helpers.cpu import NEEDS_8_BITS, kinds
-from tests.helpers.engines import assert_idle
-from tests.helpers.parity import REQUESTS, VIDEOS
-from tests.helpers.reference import (
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.models.parity import REQUESTS, VIDEOS
+from tests.helpers.models.reference import (
     EightBitFloats,
     EightBits,
     ExpertsOf,
@@ -16,7 +16,7 @@ from tests.helpers.reference import (
     assert_no_worse,
     first_logits,
 )
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, SHAPES
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST, SHAPES
 
 pytestmark = pytest.mark.thinned
 

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 
 from mmvllm import LLM, AsyncLLM, RequestError, SamplingParams
-from tests.helpers.engines import assert_idle
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.schemas import SchemaMaker
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.serving.schemas import SchemaMaker
 
 SCHEMA = {
     "type": "object",

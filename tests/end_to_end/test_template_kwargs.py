@@ -15,9 +15,9 @@ from mmvllm.demo.images import UploadedImage
 from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.processors.videos.load import DIRECT
-from tests.helpers.pages import elsewhere
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, make_app, png
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.serving.pages import elsewhere
+from tests.helpers.serving.server import CHAT, ENGINE, call, chat, data_uri, error_of, image_part, make_app, png
 
 SHORT = SamplingParams(max_tokens=2, ignore_eos=True)
 NUMBERED = {"add_vision_id": True}

@@ -5,8 +5,8 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.worker.decode_graphs import DecodeGraphs
 from mmvllm.worker.mixed_graphs import MixedGraphs
-from tests.helpers.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.ahead import GREEDY, LATER, MIXED, PROMPTS, TOKENS, add, finish, record_events, run, step
+from tests.helpers.models.shapes import every_family
 
 pytestmark = pytest.mark.thinned
 

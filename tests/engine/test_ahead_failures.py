@@ -4,9 +4,9 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.sampling.sampler import Sampled
-from tests.helpers.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finish, run, step
-from tests.helpers.engines import assert_idle
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finish, run, step
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.models.shapes import every_family
 
 pytestmark = pytest.mark.thinned
 

@@ -5,8 +5,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.ahead import PROMPTS, add, completions, finish, run, step
-from tests.helpers.shapes import one_family
+from tests.helpers.engine.ahead import PROMPTS, add, completions, finish, run, step
+from tests.helpers.models.shapes import one_family
 
 request = st.tuples(
     st.integers(0, len(PROMPTS) - 1),

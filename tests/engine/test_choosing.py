@@ -5,9 +5,9 @@ import torch
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.async_engines import async_test, collect
-from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.async_engines import async_test, collect
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.requests import ask, noise_image
 
 REQUEST = ask(noise_image(91, 64, 1), "Describe this image.")
 SAMPLED = {"temperature": 1.0, "seed": 3, "max_tokens": 8}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 GOOD = ask(noise_image(80, 60), "Describe this image.")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmvllm import LLM, LLMEngine, SamplingParams
-from tests.helpers.requests import ask
+from tests.helpers.engine.requests import ask
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 

@@ -9,8 +9,8 @@ from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import EngineFailed
 from mmvllm.sampling.sampler import Sampled
 from mmvllm.worker.device_errors import is_fatal
-from tests.helpers.async_engines import OPTIONS, QUESTION, SHORT, async_test, collect
-from tests.helpers.requests import ask
+from tests.helpers.engine.async_engines import OPTIONS, QUESTION, SHORT, async_test, collect
+from tests.helpers.engine.requests import ask
 
 ADVICE = "\nCUDA kernel errors might be asynchronously reported at some other API call."
 ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered" + ADVICE)

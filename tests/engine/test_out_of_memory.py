@@ -5,8 +5,8 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.sampling.sampler import Sampled
-from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.requests import ask, noise_image
 
 pytestmark = pytest.mark.thinned
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.requests import ask, frames, noise_image
+from tests.helpers.engine.requests import ask, frames, noise_image
 
 IMAGES = [noise_image(40, 56, 1), noise_image(91, 64, 2), noise_image(64, 91, 3)]
 CLIP = frames(6, 56, 84)

@@ -15,8 +15,8 @@ from mmvllm.engine.output_processor import (
     tokens_missing,
 )
 from mmvllm.scheduler.sequence import FinishReason, Sequence
-from tests.helpers.ahead import PROMPTS
-from tests.helpers.engines import assert_idle, begin_together
+from tests.helpers.engine.ahead import PROMPTS
+from tests.helpers.engine.engines import assert_idle, begin_together
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "frequency_penalty": -2.0}  # the penalty makes loops
 

@@ -10,8 +10,8 @@ import torch
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.engines import assert_engine_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.engines import assert_engine_idle
+from tests.helpers.engine.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}

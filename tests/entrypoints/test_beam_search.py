@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 
 from mmvllm import LLM, BeamSearchParams, SamplingParams
-from tests.helpers.engines import assert_idle
-from tests.helpers.parity import REQUESTS
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, every_family
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.models.parity import REQUESTS
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST, every_family
 
 TOKENS = 12
 OFTEN = tuple(range(0, 400, 2))  # about half of a random model's tokens end a hypothesis

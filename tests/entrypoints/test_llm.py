@@ -8,7 +8,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.engine.tokenizer import eos_token_ids_of
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.requests import ask, noise_image, spans_of
+from tests.helpers.engine.requests import ask, noise_image, spans_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 GOOD = ask(noise_image(80, 60), "Describe this image.")

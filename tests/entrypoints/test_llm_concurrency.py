@@ -9,7 +9,7 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.entrypoints.intake import Prefetcher
 from mmvllm.errors import RequestsAborted
-from tests.helpers.requests import ask, noise_image, patches_of
+from tests.helpers.engine.requests import ask, noise_image, patches_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 GOOD = ask(noise_image(80, 60), "Describe this image.")

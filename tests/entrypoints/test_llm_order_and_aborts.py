@@ -9,7 +9,7 @@ import pytest
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.processors.videos.load import Load
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}

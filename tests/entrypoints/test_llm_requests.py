@@ -17,8 +17,8 @@ from mmvllm.entrypoints.intake import Intake
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat.requests import parse_request
-from tests.helpers.images import encode
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.media.images import encode
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 ENGINE = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 128, "skip_warmup": True}

@@ -15,7 +15,7 @@ import tqdm.notebook
 import mmvllm.entrypoints.llm
 from mmvllm import LLM, Delta, RequestOutput, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 LONG = SamplingParams(max_tokens=500, ignore_eos=True)

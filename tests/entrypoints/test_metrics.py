@@ -6,8 +6,8 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.outputs import RequestOutput
-from tests.helpers.engines import begin_together
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.engines import begin_together
+from tests.helpers.engine.requests import ask, noise_image
 
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
 WAYS = {

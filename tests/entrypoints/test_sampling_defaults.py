@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from mmvllm import AsyncLLM, LLMEngine, SamplingParams
-from tests.helpers.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
-from tests.helpers.requests import ask
-from tests.helpers.server import ENGINE
+from tests.helpers.engine.requests import ask
+from tests.helpers.models.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
+from tests.helpers.serving.server import ENGINE
 
 QUESTION = ask("Describe this image.")
 OWN = {name: value for name, value in QWEN3_VL.items() if name != "do_sample"}

@@ -26,12 +26,12 @@ from mmvllm.entrypoints.tracing import (
 )
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
-from tests.helpers.adapters import make_adapter
-from tests.helpers.async_engines import LONG, OPTIONS, SHORT, async_test, collect
-from tests.helpers.engines import slow_steps
-from tests.helpers.fleets import FLEET
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.traces import PARENT, STAGES, TRACE, collector, headers, requests_of
+from tests.helpers.engine.async_engines import LONG, OPTIONS, SHORT, async_test, collect
+from tests.helpers.engine.engines import slow_steps
+from tests.helpers.engine.fleets import FLEET
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.adapters import make_adapter
+from tests.helpers.serving.traces import PARENT, STAGES, TRACE, collector, headers, requests_of
 
 URL = "http://127.0.0.1:1"
 IMAGE = noise_image(80, 60)

@@ -9,7 +9,7 @@ import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.needs import needs
-from tests.helpers.server import ENGINE, serving
+from tests.helpers.serving.server import ENGINE, serving
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "benchmarks"))
 import attack

@@ -21,8 +21,8 @@ from mmvllm.cli.main import COMMANDS
 from mmvllm.kernels import paged_attention
 from mmvllm.kernels.packed_attention import tile_sizes
 from mmvllm.kernels.paged_attention import paged_attention_torch
-from tests.helpers.async_engines import wait_until
-from tests.helpers.configs import assert_equals_transformers
+from tests.helpers.engine.async_engines import wait_until
+from tests.helpers.models.configs import assert_equals_transformers
 from tests.helpers.processes import wait_until_gone
 
 JSON = "print('a line'); print('{\"number\": 3}')"

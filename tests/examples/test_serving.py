@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.generation import bundled_with
-from tests.helpers.server import ENGINE, serving
-from tests.helpers.videos import make_clip
+from tests.helpers.media.videos import make_clip
+from tests.helpers.models.generation import bundled_with
+from tests.helpers.serving.server import ENGINE, serving
 
 pytestmark = pytest.mark.spawns
 

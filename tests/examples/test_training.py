@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.reference import Reference, first_logits
+from tests.helpers.models.reference import Reference, first_logits
 
 ROOT = Path(__file__).resolve().parents[2]
 QUESTION = {"type": "text", "text": "Describe the image."}

@@ -14,8 +14,8 @@ from importlib import import_module
 
 from mmvllm.config import EngineConfig
 from mmvllm.sampling_params import SamplingParams
-from tests.helpers.device_memory import memory_rows
 from tests.helpers.documents import DOCUMENTS
+from tests.helpers.models.device_memory import memory_rows
 
 MARKED = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.S)
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import psutil
 
-from tests.helpers.async_engines import wait_until
+from tests.helpers.engine.async_engines import wait_until
 
 
 def spawned(pid: int | None = None, recursive: bool = False) -> list[psutil.Process]:

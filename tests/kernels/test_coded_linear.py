@@ -14,7 +14,7 @@ from mmvllm.kernels.coded_linear import (
 )
 from mmvllm.kernels.dispatch import KernelShapes
 from mmvllm.kernels.fp8 import E4M3, supports_fp8
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 pytestmark = pytest.mark.thinned
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton compiles on Linux only")
 
-from tests.helpers.compiling import SHARED_MEMORY, WRITE_E4M3
+from tests.helpers.models.compiling import SHARED_MEMORY, WRITE_E4M3
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 SPILLED = {"bfloat16": 64, "float32": 4096}  # bytes per thread, stored and loaded
@@ -30,7 +30,7 @@ def run(tmp_path: Path, *args: str) -> list:
     """Lines of JSON from a process without Triton's interpreter and without binaries compiled before."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.helpers.compiling", *args]
+    command = [sys.executable, "-m", "tests.helpers.models.compiling", *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -15,7 +15,7 @@ from mmvllm.kernels.fp8 import (
 )
 from mmvllm.kernels.rms_norm import add_rms_norm_fp8_torch, add_rms_norm_fp8_triton, add_rms_norm_triton
 from mmvllm.kernels.silu_mul import silu_mul_fp8_torch, silu_mul_fp8_triton, silu_mul_triton
-from tests.helpers.kernels import assert_same_rows, round_to_e4m3_exactly
+from tests.helpers.models.kernels import assert_same_rows, round_to_e4m3_exactly
 
 SIZES = pytest.mark.parametrize("N,C", [(3, 1536), (2, 3584), (5, 67), (4, 1)])
 EPS = 1e-6

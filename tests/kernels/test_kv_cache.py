@@ -7,7 +7,7 @@ from mmvllm.kernels.kv_cache import CODE_LIMITS, CodedCache
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from mmvllm.kernels.rotary import rotary_triton, rotary_write_kv_triton
 from mmvllm.kernels.write_kv import write_kv_torch
-from tests.helpers.kernels import assert_no_worse, round_to_e4m3_exactly
+from tests.helpers.models.kernels import assert_no_worse, round_to_e4m3_exactly
 
 CODES = pytest.mark.parametrize("code_dtype", CODE_LIMITS, ids=str)
 

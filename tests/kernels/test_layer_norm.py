@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm.kernels.layer_norm import add_layer_norm, add_layer_norm_torch, add_layer_norm_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 EPS = 1e-6
 

@@ -4,7 +4,7 @@ import torch
 from mmvllm.kernels import lora as file
 from mmvllm.kernels.dispatch import KernelShapes
 from mmvllm.kernels.lora import lora_add, lora_add_torch, lora_add_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 
 def arguments(counts, widths, in_size, rank, device, dtype):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm.kernels.packed_attention import packed_attention, packed_attention_torch, packed_attention_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 pytestmark = pytest.mark.thinned
 

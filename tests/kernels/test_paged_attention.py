@@ -7,7 +7,7 @@ import torch
 
 from mmvllm.bench.accuracy import NUM_VALUES
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 pytestmark = pytest.mark.thinned
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmvllm.kernels.quick_gelu import quick_gelu, quick_gelu_torch, quick_gelu_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 
 @pytest.mark.parametrize("shape", [(4, 5120), (2048,), (3, 5, 137), (1,)])

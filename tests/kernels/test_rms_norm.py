@@ -10,7 +10,7 @@ from mmvllm.kernels.rms_norm import (
     rms_norm_torch,
     rms_norm_triton,
 )
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 SIZES = pytest.mark.parametrize("N,C", [(3, 1536), (2, 3584), (5, 67), (4, 1)])
 EPS = 1e-6

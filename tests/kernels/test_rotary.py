@@ -10,7 +10,7 @@ from mmvllm.kernels.rotary import (
     rotary_write_kv_torch,
     rotary_write_kv_triton,
 )
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 # N, H, K, D: heads of the 2B and 7B decoders, of the ViT, and unusual ones.
 SHAPES = [(3, 12, 2, 128), (2, 28, 4, 128), (3, 16, 16, 80), (5, 5, 1, 16), (2, 3, 3, 256)]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmvllm.kernels.silu_mul import silu_mul, silu_mul_torch, silu_mul_triton
-from tests.helpers.kernels import assert_no_worse
+from tests.helpers.models.kernels import assert_no_worse
 
 
 @pytest.mark.thinned(3)

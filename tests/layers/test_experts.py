@@ -12,8 +12,8 @@ from mmvllm.layers import experts as file
 from mmvllm.layers.experts import SparseMLP
 from mmvllm.quantization.onednn import Int8Weight, PackedWeight
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
-from tests.helpers.kernels import assert_no_worse
-from tests.helpers.packing import pack_weights
+from tests.helpers.models.kernels import assert_no_worse
+from tests.helpers.models.packing import pack_weights
 
 pytestmark = pytest.mark.thinned
 

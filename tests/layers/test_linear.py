@@ -15,7 +15,7 @@ from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.quantization import onednn
 from mmvllm.quantization.onednn import Int8Weight, WidenedWeight
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16, PACKS_BFLOAT16, SUMS_8_BITS
-from tests.helpers.packing import pack_weights
+from tests.helpers.models.packing import pack_weights
 
 ROWS = (1, 2, 5, 6, 7, 64, 300)
 

@@ -18,7 +18,7 @@ from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import SINGLE, Ranks
 from mmvllm.quantization.linear_method import WeightForm
-from tests.helpers.shapes import RICHEST
+from tests.helpers.models.shapes import RICHEST
 
 CPU = torch.device("cpu")
 

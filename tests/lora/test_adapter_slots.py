@@ -7,7 +7,7 @@ import torch
 from mmvllm.lora.adapter_slots import AdapterSlots
 from mmvllm.lora.adapters import Adapter
 from mmvllm.lora.device_adapters import DeviceAdapters
-from tests.helpers.weights import load
+from tests.helpers.models.weights import load
 
 A, B, C = (Adapter(name, name.encode(), {}, False) for name in "ABC")
 

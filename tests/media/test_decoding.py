@@ -9,8 +9,8 @@ from PIL import Image
 from mmvllm.errors import ImageError
 from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaError, MediaPolicy
-from tests.helpers import tasks
-from tests.helpers.images import encode, noise
+from tests.helpers.media import tasks
+from tests.helpers.media.images import encode, noise
 
 pytestmark = pytest.mark.spawns
 

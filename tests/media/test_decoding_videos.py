@@ -11,8 +11,8 @@ from mmvllm.media.decoding import MediaDecoder
 from mmvllm.media.policy import MediaError, MediaPolicy
 from mmvllm.models.qwen3_vl.video import VIDEO_DEFAULTS
 from mmvllm.processors.videos.processor import ClipPlan
-from tests.helpers import tasks
-from tests.helpers.videos import make_clip, make_sound
+from tests.helpers.media import tasks
+from tests.helpers.media.videos import make_clip, make_sound
 
 POLICY = MediaPolicy(max_video_bytes=200_000, max_pixels=100_000, video_timeout=20)
 PLAN = ClipPlan(VIDEO_DEFAULTS)

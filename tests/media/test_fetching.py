@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmvllm.media import fetching
 from mmvllm.media.http_fetching import is_allowed
 from mmvllm.media.policy import MediaError, MediaPolicy
-from tests.helpers.web import ANYWHERE, NAME, PNG, PUBLIC, FakeNetwork, fake_network, fetch, local
+from tests.helpers.serving.web import ANYWHERE, NAME, PNG, PUBLIC, FakeNetwork, fake_network, fetch, local
 
 
 @pytest.fixture

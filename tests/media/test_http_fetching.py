@@ -15,8 +15,8 @@ from mmvllm.media import http_fetching
 from mmvllm.media.fetching import fetch as fetch_media
 from mmvllm.media.http_fetching import is_allowed
 from mmvllm.media.policy import MediaError, MediaPolicy
-from tests.helpers.async_engines import async_test
-from tests.helpers.web import (
+from tests.helpers.engine.async_engines import async_test
+from tests.helpers.serving.web import (
     ANYWHERE,
     NAME,
     PNG,

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mmvllm.media.policy import MediaError
-from tests.helpers.web import FakeNetwork, StubServer, fake_network, fetch_from, local
+from tests.helpers.serving.web import FakeNetwork, StubServer, fake_network, fetch_from, local
 
 
 @pytest.fixture

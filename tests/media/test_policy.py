@@ -11,9 +11,9 @@ import pytest
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
 from mmvllm.errors import ArgumentError
 from mmvllm.media.policy import MediaError, MediaPolicy
-from tests.helpers.images import encode
-from tests.helpers.requests import noise_image
-from tests.helpers.web import PNG
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode
+from tests.helpers.serving.web import PNG
 
 # Loading
 

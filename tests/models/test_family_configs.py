@@ -8,8 +8,8 @@ import transformers
 from transformers import AutoConfig
 
 from mmvllm.models.registry import load_config
-from tests.helpers.configs import assert_equals_transformers
-from tests.helpers.shapes import IMAGE_SHAPES, RICHEST, SHAPES
+from tests.helpers.models.configs import assert_equals_transformers
+from tests.helpers.models.shapes import IMAGE_SHAPES, RICHEST, SHAPES
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mmvllm.models.registry import FAMILIES, load_config
-from tests.helpers.configs import DECODER, assert_equals_transformers
+from tests.helpers.models.configs import DECODER, assert_equals_transformers
 
 FLAT = {  # the layout of the published checkpoints
     "architectures": ["Qwen2VLForConditionalGeneration"],

@@ -8,8 +8,8 @@ from mmvllm.layers.experts import Experts
 from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.models import weights
 from mmvllm.quantization.linear_method import WeightForm
-from tests.helpers.quantized_checkpoints import quantized_checkpoint
-from tests.helpers.weights import load
+from tests.helpers.models.quantized_checkpoints import quantized_checkpoint
+from tests.helpers.models.weights import load
 
 
 class Discarded(WeightForm):

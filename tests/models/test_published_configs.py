@@ -7,8 +7,8 @@ import pytest
 from mmvllm import LLM
 from mmvllm.models.registry import FAMILIES, load_config
 from mmvllm.quantization.config import WeightScheme
-from tests.helpers.configs import assert_equals_transformers
-from tests.helpers.metadata import ROOT, needs_metadata
+from tests.helpers.models.configs import assert_equals_transformers
+from tests.helpers.models.metadata import ROOT, needs_metadata
 
 pytestmark = needs_metadata
 

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.metadata import ROOT, needs_metadata
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.tokenizers import link_checkpoint
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.metadata import ROOT, needs_metadata
+from tests.helpers.models.tokenizers import link_checkpoint
 
 pytestmark = [needs_metadata, pytest.mark.slow]
 

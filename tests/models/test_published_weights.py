@@ -10,7 +10,7 @@ import torch
 from mmvllm.models import weights
 from mmvllm.models.interface import Model
 from mmvllm.models.registry import load_config
-from tests.helpers.metadata import ROOT, Shapes, needs_metadata, published_shapes, read_index, write_sparse_zeros
+from tests.helpers.models.metadata import ROOT, Shapes, needs_metadata, published_shapes, read_index, write_sparse_zeros
 
 pytestmark = needs_metadata
 

@@ -11,7 +11,7 @@ from mmvllm.models import quant_methods
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.quantization.fp8 import Fp8Weight
 from mmvllm.quantization.wna16 import GroupedInt4Weight, GroupedWeight
-from tests.helpers.quantized_checkpoints import FORMATS
+from tests.helpers.models.quantized_checkpoints import FORMATS
 
 CUDA = torch.device("cuda")
 AMPERE, ADA = (8, 0), (8, 9)

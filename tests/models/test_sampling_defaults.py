@@ -6,8 +6,8 @@ import pytest
 
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_config
-from tests.helpers.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
-from tests.helpers.metadata import ROOT, needs_metadata
+from tests.helpers.models.generation import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, bundled_with
+from tests.helpers.models.metadata import ROOT, needs_metadata
 
 
 def defaults(folder: Path) -> dict:

@@ -19,8 +19,8 @@ from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.processes.ranks import SINGLE
 from mmvllm.quantization.fp8 import Fp8Weight
-from tests.helpers.shapes import RICHEST, SHAPES, TEXT_SHAPES
-from tests.helpers.weights import CPU, assert_same, load
+from tests.helpers.models.shapes import RICHEST, SHAPES, TEXT_SHAPES
+from tests.helpers.models.weights import CPU, assert_same, load
 
 EVERY = (*RICHEST, *TEXT_SHAPES, "experts16-top8-tied")
 

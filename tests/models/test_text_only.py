@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from tests.helpers.reference import assert_no_worse, first_logits
-from tests.helpers.requests import ask, frames, noise_image
-from tests.helpers.shapes import TEXT_SHAPES
+from tests.helpers.engine.requests import ask, frames, noise_image
+from tests.helpers.models.reference import assert_no_worse, first_logits
+from tests.helpers.models.shapes import TEXT_SHAPES
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 PROMPTS = [[5, 9, 200, 31], [700], list(range(40, 77))]

@@ -4,8 +4,8 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.requests import ask, frames, noise_image
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.requests import ask, frames, noise_image
+from tests.helpers.models.shapes import every_family
 
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 CLIP = frames(5, 56, 84)

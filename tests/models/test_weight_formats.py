@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmvllm import SamplingParams
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.weights import assert_same, load, state
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.weights import assert_same, load, state
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 

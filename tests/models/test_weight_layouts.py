@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmvllm.models.weights import checkpoint_views
-from tests.helpers.shapes import RICHEST, SHAPES, TEXT_SHAPES
-from tests.helpers.weights import assert_same, load, state
+from tests.helpers.models.shapes import RICHEST, SHAPES, TEXT_SHAPES
+from tests.helpers.models.weights import assert_same, load, state
 
 # Where the ViT, the decoder and the head are.
 LAYOUTS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.weights import assert_same, load, state
+from tests.helpers.models.weights import assert_same, load, state
 
 
 def renamed(**prefixes: str):

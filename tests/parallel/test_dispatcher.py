@@ -7,7 +7,7 @@ from mmvllm.engine.engine_thread import BEGUN
 from mmvllm.errors import RequestFailed
 from mmvllm.parallel.dispatcher import MAX_LOST_ENGINES
 from mmvllm.parallel.engine_core import AbortCommand
-from tests.helpers.fleets import Dispatched, delta
+from tests.helpers.engine.fleets import Dispatched, delta
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from mmvllm.engine.stats import EngineStats
 from mmvllm.parallel import supervisor
 from mmvllm.parallel.engine_core import EngineFacts, Failure, News, Refusal
 from mmvllm.parallel.supervisor import LONGEST_PAUSE, EngineKeeper, pause_after
-from tests.helpers.async_engines import wait_until
+from tests.helpers.engine.async_engines import wait_until
 
 FACTS, NEWS = EngineFacts(100, 4, 16, 16), News([], EngineStats(), None)
 

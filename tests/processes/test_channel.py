@@ -20,7 +20,7 @@ import pytest
 from mmvllm.processes import channel
 from mmvllm.processes.channel import KEPT_BYTES, SHARED_BYTES, Channel, SharedBuffer
 from mmvllm.processes.pool import WorkerDied, WorkerPool, WorkerTimeout
-from tests.helpers import tasks
+from tests.helpers.media import tasks
 
 MiB = 1024 * 1024
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the shared memory is Linux's")

@@ -22,8 +22,8 @@ from mmvllm.processes.pool import TaskCancelled, WorkerDied, WorkerPool, Workers
 from mmvllm.processes.start import how_it_ended
 from mmvllm.processes.watchdog import new_pulse
 from mmvllm.processes.worker import NICENESS, serve
-from tests.helpers import tasks
-from tests.helpers.async_engines import wait_until
+from tests.helpers.engine.async_engines import wait_until
+from tests.helpers.media import tasks
 from tests.helpers.processes import wait_until_gone
 
 pytestmark = pytest.mark.spawns
@@ -251,7 +251,7 @@ def test_processes_ignore_signals_to_the_group_of_their_parent(pool):
 SCRIPT = """
 from mmvllm.processes.watchdog import new_pulse
 from mmvllm.processes.pool import WorkerPool
-from tests.helpers import tasks
+from tests.helpers.media import tasks
 print("begins")
 pool = WorkerPool(2)
 print(pool.run(tasks.echo, "worked"))
@@ -273,7 +273,7 @@ def test_a_plain_script_is_not_run_again_by_its_processes_and_ends_cleanly(tmp_p
 MAIN_CLASS = """
 from mmvllm.processes.watchdog import new_pulse
 from mmvllm.processes.pool import WorkerPool
-from tests.helpers import tasks
+from tests.helpers.media import tasks
 class Mine:
     value = 5
 if __name__ == "__main__":

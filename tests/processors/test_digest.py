@@ -11,7 +11,7 @@ from mmvllm.captioning.jobs.preparation import seen_of_image
 from mmvllm.inputs import MediaRules
 from mmvllm.processors.digest import NUM_BYTES, digest_of
 from mmvllm.processors.tensors import media_from_tensors
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 # The secret of XXH3, from its specification.
 SECRET = bytes.fromhex(

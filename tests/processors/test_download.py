@@ -15,8 +15,8 @@ from mmvllm.processors import download as download_module
 from mmvllm.processors.download import download, without_login
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.videos.load import load_video_info
-from tests.helpers.drips import DRIPS, HEAD, Host
-from tests.helpers.images import PNG
+from tests.helpers.media.images import PNG
+from tests.helpers.serving.drips import DRIPS, HEAD, Host
 
 pytestmark = pytest.mark.network
 

@@ -10,7 +10,7 @@ from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, MediaRules
 from mmvllm.processors.tensors import input_from_tensors, own_grids, own_token_ids
-from tests.helpers.requests import ask, digests_of, noise_image, patches_of
+from tests.helpers.engine.requests import ask, digests_of, noise_image, patches_of
 
 PAD, PATCH_DIM = 9, 6
 RULES = MediaRules(PAD, None, 7, 8, "<start>", "<image>", "<video>", "<end>", merge_size=2, patch_dim=PATCH_DIM)

@@ -3,7 +3,7 @@
 import pytest
 
 from mmvllm.quantization.config import WeightScheme, parse_quantization
-from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, compressed
+from tests.helpers.models.quantized_tensors import AWQ, FP8, GPTQ, compressed
 
 DOWN, EXPERT, GATE = (f"layers.0.mlp.{name}" for name in ("down_proj", "experts.3.gate_proj", "gate"))
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmvllm.quantization.config import parse_quantization
-from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
-from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
+from tests.helpers.models.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
+from tests.helpers.models.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 
 GROUPS = {"group_size": 32}
 PACKED = compressed("pack-quantized", num_bits=4, type="int", group_size=32, symmetric=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.quantized_tensors import compressed, named, read, weight_of
+from tests.helpers.models.quantized_tensors import compressed, named, read, weight_of
 
 REASON = "compressed-tensors is not installed"
 

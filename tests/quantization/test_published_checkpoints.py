@@ -6,8 +6,8 @@ import torch
 from mmvllm.models import weights
 from mmvllm.models.registry import load_config
 from mmvllm.quantization.config import WeightScheme
-from tests.helpers.metadata import ROOT, needs_metadata, published_shapes, read_index
-from tests.helpers.quantized_tensors import Stored
+from tests.helpers.models.metadata import ROOT, needs_metadata, published_shapes, read_index
+from tests.helpers.models.quantized_tensors import Stored
 
 pytestmark = needs_metadata
 

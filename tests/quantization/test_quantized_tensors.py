@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mmvllm.quantization.checkpoint_formats import QuantizedTensor
-from tests.helpers.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
-from tests.helpers.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
+from tests.helpers.models.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
+from tests.helpers.models.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 
 CASES = {
     "awq": (pack_awq, {"group_size": 32}, AWQ | {"group_size": 32}),

@@ -19,7 +19,7 @@ from mmvllm.sampling.constraints import (
     set_bits,
 )
 from mmvllm.scheduler.sequence import Sequence
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 V, FULL = 100, 0xFFFFFFFF
 GREEDY = {"max_tokens": 12, "ignore_eos": True}

@@ -17,8 +17,8 @@ from mmvllm.sampling.constraints import ConstraintFailed
 from mmvllm.sampling.grammar import MAX_COMPILED, GrammarCompiler
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.structured.params import StructuredOutputsParams
-from tests.helpers.schemas import SchemaMaker, doubling, wide, write
-from tests.helpers.tokenizers import NAMES, tokenizer_of
+from tests.helpers.models.tokenizers import NAMES, tokenizer_of
+from tests.helpers.serving.schemas import SchemaMaker, doubling, wide, write
 
 WIDTH = 768  # of the logits, more than the tokenizer has
 

@@ -14,8 +14,8 @@ from mmvllm.sampling.constraints import ConstraintFailed
 from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.structured.params import StructuredOutputsParams
-from tests.helpers.hostile import ambiguous_schema
-from tests.helpers.tokenizers import tokenizer_of
+from tests.helpers.media.hostile import ambiguous_schema
+from tests.helpers.models.tokenizers import tokenizer_of
 
 pytest.importorskip("llguidance")
 

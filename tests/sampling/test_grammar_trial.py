@@ -14,12 +14,12 @@ from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.sampling.grammar_matcher import TakesLonger
 from mmvllm.sampling.grammar_trial import GrammarTrial
 from mmvllm.structured.params import StructuredOutputsParams
-from tests.helpers import tasks
-from tests.helpers.async_engines import OPTIONS, async_test, collect
-from tests.helpers.hostile import ambiguous_schema
+from tests.helpers.engine.async_engines import OPTIONS, async_test, collect
+from tests.helpers.engine.requests import ask
+from tests.helpers.media import tasks
+from tests.helpers.media.hostile import ambiguous_schema
+from tests.helpers.models.tokenizers import tokenizer_of
 from tests.helpers.processes import spawned, wait_until_gone
-from tests.helpers.requests import ask
-from tests.helpers.tokenizers import tokenizer_of
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.spawns

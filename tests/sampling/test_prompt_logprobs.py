@@ -10,7 +10,7 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.sampling import prompt_logprobs
-from tests.helpers.prompt_reads import (
+from tests.helpers.engine.prompt_reads import (
     GREEDY,
     ONLY_READING,
     REQUESTS,
@@ -20,8 +20,8 @@ from tests.helpers.prompt_reads import (
     check_logprobs,
     finish,
 )
-from tests.helpers.rank_threads import use_rank_threads
-from tests.helpers.shapes import RICHEST
+from tests.helpers.engine.rank_threads import use_rank_threads
+from tests.helpers.models.shapes import RICHEST
 
 WAYS = [
     pytest.param({"async_scheduling": False}, id="plain"),

@@ -8,7 +8,7 @@ from mmvllm import SamplingParams
 from mmvllm.inputs import MediaItem
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.sequence import Sequence
-from tests.helpers.requests import ask, noise_image, spans_of
+from tests.helpers.engine.requests import ask, noise_image, spans_of
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 

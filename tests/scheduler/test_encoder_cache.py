@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from tests.helpers.engines import run_at_once
-from tests.helpers.requests import ask, digests_of, noise_image
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.engine.requests import ask, digests_of, noise_image
+from tests.helpers.models.shapes import every_family
 
 A, B, C = b"A" * 16, b"B" * 16, b"C" * 16
 FIRST, SECOND = (1, 0), (2, 0)  # users: (seq_id, item)

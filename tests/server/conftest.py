@@ -8,10 +8,10 @@ from fastapi import FastAPI
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
-from tests.helpers.engines import slow_steps
-from tests.helpers.generation import bundled_with
+from tests.helpers.engine.engines import slow_steps
+from tests.helpers.models.generation import bundled_with
 from tests.helpers.needs import needs
-from tests.helpers.server import ENGINE, Running, make_app, serving
+from tests.helpers.serving.server import ENGINE, Running, make_app, serving
 
 
 @pytest.fixture(scope="module")

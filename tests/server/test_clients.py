@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.helpers.images import encode
-from tests.helpers.server import SCENES, chat, data_uri, image_part, video_part, video_uri
+from tests.helpers.media.images import encode
+from tests.helpers.serving.server import SCENES, chat, data_uri, image_part, video_part, video_uri
 
 pytestmark = pytest.mark.clients
 

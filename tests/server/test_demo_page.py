@@ -6,8 +6,8 @@ import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from tests.helpers.needs import needs
-from tests.helpers.pages import get, post
-from tests.helpers.server import CHAT, ENGINE, chat, error_of, serving
+from tests.helpers.serving.pages import get, post
+from tests.helpers.serving.server import CHAT, ENGINE, chat, error_of, serving
 
 pytest.importorskip("gradio")
 

@@ -13,7 +13,7 @@ from mmvllm.server.common import media
 from mmvllm.server.common.jobs import CompletionJob
 from mmvllm.server.errors import from_engine
 from mmvllm.server.http import sse
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     LONG,

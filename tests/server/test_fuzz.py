@@ -19,8 +19,8 @@ from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.embeddings.protocol import EmbeddingRequest
 from mmvllm.server.responses.protocol import ResponsesRequest
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.images import encode
-from tests.helpers.server import (
+from tests.helpers.media.images import encode
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,

@@ -13,10 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.adapters import make_adapter
-from tests.helpers.hostile import SLOW_EXPRESSION, slow_video, with_samples
+from tests.helpers.media.hostile import SLOW_EXPRESSION, slow_video, with_samples
+from tests.helpers.media.videos import make_clip
+from tests.helpers.models.adapters import make_adapter
 from tests.helpers.processes import spawned
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -31,7 +32,6 @@ from tests.helpers.server import (
     video_uri,
     wait_for,
 )
-from tests.helpers.videos import make_clip
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.server.app import build_app
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.requests import ask
-from tests.helpers.server import ENGINE, SCENES, call, chat, data_uri, image_part, user
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.server import ENGINE, SCENES, call, chat, data_uri, image_part, user
 
 QUESTION = "Describe this image."
 

@@ -7,10 +7,10 @@ import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.adapters import make_adapter
-from tests.helpers.async_engines import wait_until
-from tests.helpers.fleets import FLEET
-from tests.helpers.server import CHAT, ENGINE, chat, data_uri, image_part, serving
+from tests.helpers.engine.async_engines import wait_until
+from tests.helpers.engine.fleets import FLEET
+from tests.helpers.models.adapters import make_adapter
+from tests.helpers.serving.server import CHAT, ENGINE, chat, data_uri, image_part, serving
 
 
 @pytest.mark.network

@@ -19,9 +19,9 @@ from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.engines import slow_steps
+from tests.helpers.engine.engines import slow_steps
 from tests.helpers.needs import needs
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     ENGINE,
     LONG,

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.fleets import kill, pids
+from tests.helpers.engine.fleets import kill, pids
 from tests.helpers.needs import needs
 from tests.helpers.processes import wait_until_gone
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     ENGINE,
     LONG,

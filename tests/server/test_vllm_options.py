@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,

@@ -8,7 +8,7 @@ import pytest
 
 from mmvllm import RequestError, StructuredOutputsParams
 from mmvllm.sampling.grammar import GrammarCompiler
-from tests.helpers.tokenizers import tokenizer_of
+from tests.helpers.models.tokenizers import tokenizer_of
 
 pytest.importorskip("llguidance")
 

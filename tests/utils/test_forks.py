@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from mmvllm import LLM, AsyncLLM, SamplingParams
-from tests.helpers.requests import ask
-from tests.helpers.server import ENGINE
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.server import ENGINE
 
 pytestmark = [
     pytest.mark.spawns,

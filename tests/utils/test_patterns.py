@@ -10,7 +10,7 @@ import pytest
 
 from mmvllm.utils import patterns as patterns_module
 from mmvllm.utils.patterns import MAX_SIZE, Matching, PatternError, check_repeats_no_choice, compiled
-from tests.helpers.hostile import SLOW_EXPRESSION as SLOW
+from tests.helpers.media.hostile import SLOW_EXPRESSION as SLOW
 
 NAME = "model.language_model.layers.10.self_attn.q_proj"
 

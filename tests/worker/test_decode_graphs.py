@@ -5,9 +5,9 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.worker import decode_graphs, mixed_graphs
 from mmvllm.worker.decode_graphs import DecodeGraphs, graph_sizes
-from tests.helpers.engines import run_at_once
-from tests.helpers.parity import REQUESTS
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.models.parity import REQUESTS
+from tests.helpers.models.shapes import every_family
 
 pytestmark = pytest.mark.thinned
 

@@ -10,8 +10,8 @@ from transformers import Qwen2VLProcessor
 from mmvllm import LLM, RequestError, SamplingParams
 from mmvllm.config import EngineConfig
 from mmvllm.engine.tokenizer import load_tokenizer
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.shapes import every_family
 
 GOOD = ask(noise_image(80, 60), "Describe this image.")
 

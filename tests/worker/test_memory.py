@@ -9,7 +9,7 @@ import torch
 from mmvllm.config import EngineConfig
 from mmvllm.worker import memory
 from mmvllm.worker.memory import kv_block_bytes, num_kv_blocks, peak_memory
-from tests.helpers.shapes import every_family
+from tests.helpers.models.shapes import every_family
 
 GiB = 2**30
 

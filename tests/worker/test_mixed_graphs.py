@@ -8,9 +8,9 @@ from mmvllm.config import EngineConfig
 from mmvllm.worker import memory, mixed_graphs
 from mmvllm.worker.memory import graphs_bytes
 from mmvllm.worker.mixed_graphs import MixedGraphs, step_sizes
-from tests.helpers.engines import GREEDY, run_at_once
-from tests.helpers.parity import REQUESTS
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.engines import GREEDY, run_at_once
+from tests.helpers.models.parity import REQUESTS
+from tests.helpers.models.shapes import every_family
 
 pytestmark = pytest.mark.thinned
 

@@ -4,7 +4,7 @@ import torch
 
 from mmvllm.inputs import MediaItem
 from mmvllm.worker import model_runner
-from tests.helpers.images import normalized
+from tests.helpers.media.images import normalized
 
 
 def item(patches: torch.Tensor, modality: str = "image") -> MediaItem:

@@ -21,9 +21,9 @@ from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.errors import EngineFailed
 from mmvllm.processes.ranks import ConnectedRanks
 from mmvllm.worker import multiprocess_group
-from tests.helpers.async_engines import wait_until
+from tests.helpers.engine.async_engines import wait_until
+from tests.helpers.engine.requests import ask, noise_image
 from tests.helpers.processes import spawned
-from tests.helpers.requests import ask, noise_image
 
 pytestmark = [pytest.mark.network, pytest.mark.spawns]
 

@@ -11,10 +11,10 @@ from mmvllm.errors import EngineFailed
 from mmvllm.processes.channel import SharedBuffer
 from mmvllm.processes.ranks import ConnectedRanks, Operation, RanksFailed
 from mmvllm.worker import multiprocess_group
-from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.engine.engines import assert_idle, run_at_once
+from tests.helpers.engine.rank_threads import FailingOnce, use_rank_threads
+from tests.helpers.models.parity import REQUESTS
 from tests.helpers.needs import needs
-from tests.helpers.parity import REQUESTS
-from tests.helpers.rank_threads import FailingOnce, use_rank_threads
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")

@@ -8,11 +8,11 @@ import torch
 from mmvllm import SamplingParams
 from mmvllm.processes.ranks import ConnectedRanks
 from mmvllm.worker.model_runner import ModelRunner
-from tests.helpers.engines import assert_idle, run_at_once
+from tests.helpers.engine.engines import assert_idle, run_at_once
+from tests.helpers.engine.rank_threads import FailingOnce, use_rank_threads
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.parity import REQUESTS
 from tests.helpers.needs import needs
-from tests.helpers.parity import REQUESTS
-from tests.helpers.rank_threads import FailingOnce, use_rank_threads
-from tests.helpers.requests import ask, noise_image
 
 pytestmark = pytest.mark.thinned
 

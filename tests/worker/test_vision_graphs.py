@@ -6,9 +6,9 @@ import torch
 from mmvllm.worker import vision_graphs
 from mmvllm.worker.mixed_graphs import MixedGraphs
 from mmvllm.worker.vision_graphs import VisionGraphs
-from tests.helpers.engines import run_at_once
-from tests.helpers.parity import REQUESTS, VIDEOS
-from tests.helpers.shapes import IMAGE_SHAPES, every_family
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.models.parity import REQUESTS, VIDEOS
+from tests.helpers.models.shapes import IMAGE_SHAPES, every_family
 
 pytestmark = pytest.mark.thinned
 

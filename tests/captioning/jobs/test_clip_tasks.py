@@ -17,8 +17,8 @@ from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.videos.clip import VideoInfo
 from mmvllm.processors.videos.qwen_vl_utils import frame_indices
-from tests.helpers.videos import make_clip
-from tests.helpers.worklists import opened
+from tests.helpers.captioning.worklists import opened
+from tests.helpers.media.videos import make_clip
 
 CUT = CaptionSettings(clip_seconds=2)
 WHOLE = CaptionSettings()

@@ -17,9 +17,9 @@ from mmvllm.captioning.outputs.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.videos.load import load_video_info
-from tests.helpers.finding import make_tar
-from tests.helpers.requests import noise_image
-from tests.helpers.videos import make_clip, moving
+from tests.helpers.captioning.finding import make_tar
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.videos import make_clip, moving
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from mmvllm.captioning.jobs.endpoint_source import data_uri
 from mmvllm.cli.main import main
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning import many, records
-from tests.helpers.drips import DRIPS, Host
-from tests.helpers.endpoints import as_json, failed, fake_endpoint, said
-from tests.helpers.requests import noise_image
-from tests.helpers.server import ENGINE, SCENES, serving
+from tests.helpers.captioning.jobs import many, records
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.serving.drips import DRIPS, Host
+from tests.helpers.serving.endpoints import as_json, failed, fake_endpoint, said
+from tests.helpers.serving.server import ENGINE, SCENES, serving
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -14,11 +14,12 @@ from mmvllm.captioning.jobs import process_source
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
-from tests.helpers import poison, tasks
-from tests.helpers.captioning import TINY, all_but_the_last, by_name, many, recorded, records, until
-from tests.helpers.drips import Host
+from tests.helpers.captioning import poison
+from tests.helpers.captioning.jobs import TINY, all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media import tasks
 from tests.helpers.processes import spawned
-from tests.helpers.requests import noise_image
+from tests.helpers.serving.drips import Host
 
 ENGINE = {"device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 DIFFERS = dict.fromkeys(("time", "seconds"))  # these differ between runs

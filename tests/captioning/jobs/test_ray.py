@@ -30,9 +30,9 @@ from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS
 from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
-from tests.helpers.drips import Host
-from tests.helpers.requests import noise_image
-from tests.helpers.videos import make_clip
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.drips import Host
 
 pytestmark = pytest.mark.ray
 

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from mmvllm import LLM
 from mmvllm.captioning import caption_images
 from mmvllm.errors import ArgumentError
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "skip_warmup": True}
 

@@ -12,7 +12,7 @@ import xxhash
 from mmvllm import LLM
 from mmvllm.captioning import caption_images
 from mmvllm.captioning.outputs.atomic_write import replacing
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 
 @pytest.fixture(scope="module")

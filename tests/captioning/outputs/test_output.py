@@ -18,7 +18,7 @@ from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.captioning.outputs.output import FORMATS
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 NAMES = [
     "plain",

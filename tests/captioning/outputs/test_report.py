@@ -16,8 +16,8 @@ from PIL import Image
 
 from mmvllm.captioning.outputs import report
 from mmvllm.captioning.outputs.report import write_report
-from tests.helpers.reports import HOSTILE, Page, page, pixels, record
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.reports import HOSTILE, Page, page, pixels, record
+from tests.helpers.engine.requests import noise_image
 
 
 def test_the_page_shows_the_records(tmp_path, colors):

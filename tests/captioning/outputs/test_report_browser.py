@@ -11,8 +11,8 @@ from PIL import Image
 from mmvllm.captioning.outputs import thumbnails
 from mmvllm.captioning.outputs.report import write_report
 from mmvllm.processors.images.load import load_image
-from tests.helpers.reports import HOSTILE, opened, record
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.reports import HOSTILE, opened, record
+from tests.helpers.engine.requests import noise_image
 
 WIDTH = "image => image.decode().then(() => image.naturalWidth)"
 

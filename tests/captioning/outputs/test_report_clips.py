@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from mmvllm.captioning.outputs.report import write_report
-from tests.helpers.finding import make_tar
-from tests.helpers.reports import opened, page, pixels, record
-from tests.helpers.videos import declare_seconds, make_clip
+from tests.helpers.captioning.finding import make_tar
+from tests.helpers.captioning.reports import opened, page, pixels, record
+from tests.helpers.media.videos import declare_seconds, make_clip
 
 CLIP = {"duration": 10.0, "num_frames": 8, "fps": 2.0, "width": 96, "height": 64}
 

@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm.captioning.outputs.record import as_line
 from mmvllm.captioning.outputs.report import write_report
-from tests.helpers.reports import HOSTILE, opened, page, record
+from tests.helpers.captioning.reports import HOSTILE, opened, page, record
 
 pytestmark = pytest.mark.browser
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmvllm.captioning.outputs.throughput import measure_throughput
-from tests.helpers.reports import page, record
+from tests.helpers.captioning.reports import page, record
 
 
 def seconds(*gaps: tuple[int, float]) -> array:

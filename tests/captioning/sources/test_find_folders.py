@@ -11,8 +11,8 @@ from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.names import SUFFIXES
 from mmvllm.processors.images.load import load_image
-from tests.helpers.finding import errors, put, relatives
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.finding import errors, put, relatives
+from tests.helpers.engine.requests import noise_image
 
 
 def test_files_and_folders_are_sorted_together(tmp_path):

@@ -13,7 +13,7 @@ from mmvllm.captioning.sources import lists as lists_module
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.lists import MAX_LENGTHS
-from tests.helpers.finding import put, relatives
+from tests.helpers.captioning.finding import put, relatives
 
 DATA = "data:image/png;base64,iVBORw0K"
 

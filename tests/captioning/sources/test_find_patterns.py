@@ -7,7 +7,7 @@ import pytest
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.tars import TarMember
-from tests.helpers.finding import put, relatives
+from tests.helpers.captioning.finding import put, relatives
 
 
 @pytest.fixture

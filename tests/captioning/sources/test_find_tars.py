@@ -18,8 +18,8 @@ from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.names import MAX_PATH
 from mmvllm.captioning.sources.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
 from mmvllm.processors.images.load import load_image
-from tests.helpers.finding import errors, make_tar, put, relatives
-from tests.helpers.requests import noise_image
+from tests.helpers.captioning.finding import errors, make_tar, put, relatives
+from tests.helpers.engine.requests import noise_image
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])

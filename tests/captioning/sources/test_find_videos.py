@@ -5,7 +5,7 @@ import pytest
 from mmvllm.captioning.sources import tars
 from mmvllm.captioning.sources.counts import Counts
 from mmvllm.captioning.sources.find import find_items
-from tests.helpers.finding import make_tar, put
+from tests.helpers.captioning.finding import make_tar, put
 
 
 def found(*paths) -> dict[str, bool]:

@@ -25,12 +25,12 @@ from mmvllm.media.policy import MediaPolicy
 from mmvllm.processes.pool import WorkerPool, WorkersUnusable
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.images.load import load_image
-from tests.helpers import tasks
-from tests.helpers.hostile import jpeg_2000_of_tiles, run_length_bitmap, tiff_of_shared_strips
-from tests.helpers.images import encode
-from tests.helpers.requests import noise_image
-from tests.helpers.server import ENGINE
-from tests.helpers.videos import FramesAt, declare_seconds, make_clip
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media import tasks
+from tests.helpers.media.hostile import jpeg_2000_of_tiles, run_length_bitmap, tiff_of_shared_strips
+from tests.helpers.media.images import encode
+from tests.helpers.media.videos import FramesAt, declare_seconds, make_clip
+from tests.helpers.serving.server import ENGINE
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
-from tests.helpers import tasks
-from tests.helpers.captioning import many
-from tests.helpers.endpoints import fake_endpoint, said
-from tests.helpers.reports import Page, record
-from tests.helpers.server import ENGINE
-from tests.helpers.videos import make_clip
+from tests.helpers.captioning.jobs import many
+from tests.helpers.captioning.reports import Page, record
+from tests.helpers.media import tasks
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.endpoints import fake_endpoint, said
+from tests.helpers.serving.server import ENGINE
 
 TOO_LONG = "took longer than 0.01 s to load; shrink or re-encode it, or raise {}_timeout"
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from mmvllm import AsyncLLM
-from tests.helpers.async_engines import OPTIONS, wait_until_idle
-from tests.helpers.engines import slow_steps
+from tests.helpers.engine.async_engines import OPTIONS, wait_until_idle
+from tests.helpers.engine.engines import slow_steps
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import DeadlineExceeded
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.videos.load import Load
-from tests.helpers.async_engines import (
+from tests.helpers.engine.async_engines import (
     LONG,
     QUESTION,
     BlockedLoad,

@@ -9,7 +9,7 @@ import pytest
 from mmvllm.entrypoints import intake
 from mmvllm.entrypoints.intake import NUM_WORKERS, PreparationQueue, slowest_media
 from mmvllm.errors import EngineBusy
-from tests.helpers.async_engines import (
+from tests.helpers.engine.async_engines import (
     LONG,
     QUESTION,
     SHORT,
@@ -18,7 +18,7 @@ from tests.helpers.async_engines import (
     reached,
     wait_until,
 )
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
 
 
 @async_test

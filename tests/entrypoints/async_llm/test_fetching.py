@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm.entrypoints import intake
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineStopped, RequestFailed
-from tests.helpers.async_engines import (
+from tests.helpers.engine.async_engines import (
     QUESTION,
     SHORT,
     async_test,

@@ -10,8 +10,8 @@ from mmvllm import SamplingParams
 from mmvllm.errors import DeadlineExceeded, RequestError
 from mmvllm.sampling.grammar import MAX_COMPILED
 from mmvllm.sampling.grammar_matcher import TakesLonger
-from tests.helpers.async_engines import QUESTION, SHORT, async_test, collect, wait_until_idle
-from tests.helpers.requests import ask
+from tests.helpers.engine.async_engines import QUESTION, SHORT, async_test, collect, wait_until_idle
+from tests.helpers.engine.requests import ask
 
 pytest.importorskip("llguidance")
 

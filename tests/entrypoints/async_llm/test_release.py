@@ -13,9 +13,9 @@ from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.errors import EngineStopped, ParameterError, RequestError, RequestFailed
 from mmvllm.lora import LoRARequest
-from tests.helpers.adapters import DECODER, make_adapter
-from tests.helpers.async_engines import OPTIONS, QUESTION, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.requests import ask
+from tests.helpers.engine.async_engines import OPTIONS, QUESTION, REQUESTS, SHORT, async_test, collect, reached
+from tests.helpers.engine.requests import ask
+from tests.helpers.models.adapters import DECODER, make_adapter
 
 SOON = 0.02  # seconds
 

@@ -14,11 +14,11 @@ import torch
 
 from mmvllm import LLM, AsyncLLM, SamplingParams
 from mmvllm.errors import ArgumentError, EngineUnavailable, RequestError, RequestFailed
-from tests.helpers.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
-from tests.helpers.fleets import FLEET, kill, only_seven, pids, slowly
+from tests.helpers.engine.async_engines import LONG, REQUESTS, SHORT, async_test, collect, reached
+from tests.helpers.engine.fleets import FLEET, kill, only_seven, pids, slowly
+from tests.helpers.engine.requests import ask, noise_image
 from tests.helpers.needs import needs
 from tests.helpers.processes import spawned, wait_until_gone
-from tests.helpers.requests import ask, noise_image
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from mmvllm import SamplingParams
 from mmvllm.entrypoints import async_llm
 from mmvllm.errors import EngineFailed, EngineStopped, RequestFailed
 from mmvllm.processors.videos.load import Load
-from tests.helpers.async_engines import (
+from tests.helpers.engine.async_engines import (
     LONG,
     QUESTION,
     SHORT,
@@ -19,7 +19,7 @@ from tests.helpers.async_engines import (
     collect,
     reached,
 )
-from tests.helpers.requests import ask
+from tests.helpers.engine.requests import ask
 
 
 @async_test

@@ -12,7 +12,7 @@ from mmvllm.engine.output_processor import MAX_HELD
 from mmvllm.entrypoints import async_llm
 from mmvllm.errors import DeadlineExceeded, EngineBusy, RequestError, RequestFailed
 from mmvllm.processors.videos.load import Load
-from tests.helpers.async_engines import (
+from tests.helpers.engine.async_engines import (
     LONG,
     QUESTION,
     REQUESTS,
@@ -21,7 +21,7 @@ from tests.helpers.async_engines import (
     collect,
     wait_until_idle,
 )
-from tests.helpers.requests import ask
+from tests.helpers.engine.requests import ask
 
 
 @pytest.mark.essential

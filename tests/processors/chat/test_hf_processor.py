@@ -16,9 +16,9 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_media_configs
 from mmvllm.processors.chat.hf_processor import ForeignProcessor
-from tests.helpers.engines import run_at_once
-from tests.helpers.requests import ask, grids_of, noise_image, patches_of, spans_of
-from tests.helpers.server import CHAT, make_app
+from tests.helpers.engine.engines import run_at_once
+from tests.helpers.engine.requests import ask, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.serving.server import CHAT, make_app
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 A, B = noise_image(90, 60, 1), noise_image(60, 120, 2)

@@ -9,10 +9,10 @@ from mmvllm.errors import RequestError
 from mmvllm.processors.tensors import NAMES
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.processor import VideoProcessor
-from tests.helpers.images import normalized
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.shapes import every_family
-from tests.helpers.videos import moving
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.media.images import normalized
+from tests.helpers.media.videos import moving
+from tests.helpers.models.shapes import every_family
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 FRAMES = [*moving(5, 60, 90)]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmvllm.processors.images.processor import draft_for, resize_for_part
-from tests.helpers.images import image_config
-from tests.helpers.requests import grids_of, noise_image, user
-from tests.helpers.shapes import every_family
+from tests.helpers.engine.requests import grids_of, noise_image, user
+from tests.helpers.media.images import image_config
+from tests.helpers.models.shapes import every_family
 
 
 def fetch_image(ele: dict, factor: int) -> Image.Image:

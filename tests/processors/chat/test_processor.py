@@ -25,8 +25,8 @@ from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.utils import time_limit
 from mmvllm.utils.time_limit import Watchdog
-from tests.helpers.images import image_config, normalized
-from tests.helpers.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
+from tests.helpers.engine.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
+from tests.helpers.media.images import image_config, normalized
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
 RULES = FAMILY.media_rules(load_config(BUNDLED))

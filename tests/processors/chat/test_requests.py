@@ -8,7 +8,7 @@ import pytest
 
 from mmvllm.processors.chat.requests import parse_request
 from mmvllm.server.common.protocol import ProcessorKwargs
-from tests.helpers.requests import noise_image, text, user
+from tests.helpers.engine.requests import noise_image, text, user
 
 BARE = {"type": "image"}
 A, B, C = noise_image(200, 120, 1), noise_image(133, 260, 2), noise_image(180, 180, 3)

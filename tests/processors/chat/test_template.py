@@ -16,9 +16,9 @@ from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.chat.requests import parse_request
 from mmvllm.processors.chat.template import ChatTemplate
 from mmvllm.processors.images.processor import ImageProcessor
-from tests.helpers.images import image_config
-from tests.helpers.requests import ask, noise_image
-from tests.helpers.tokenizers import NAMES, TEXT_ONLY, tokenizer_of
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.media.images import image_config
+from tests.helpers.models.tokenizers import NAMES, TEXT_ONLY, tokenizer_of
 
 RULES = FAMILY.media_rules(load_config(BUNDLED))
 CONFIG = image_config(min_pixels=56 * 56, max_pixels=112 * 112)

@@ -9,7 +9,7 @@ from llguidance.hf import from_tokenizer
 
 from mmvllm.processors.chat.tool_calls import CallPiece, FunctionCall, ToolCallParser, read_tool_calls
 from mmvllm.processors.chat.tool_grammar import calls_or_json_grammar, free_text_grammar, tool_call_grammar
-from tests.helpers.tokenizers import NAMES, tokenizer_of
+from tests.helpers.models.tokenizers import NAMES, tokenizer_of
 
 ARGUMENTS = '{"a": "x</tool_call>\\"{ ü", "b": [1, {"c": 2}]}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -11,10 +11,10 @@ from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.chat.template import ChatTemplate
 from mmvllm.processors.chat.tool_calls import CallPiece, ToolCallParser, read_arguments, read_tool_calls
 from mmvllm.processors.chat.tools import for_template
-from tests.helpers.metadata import needs_metadata
-from tests.helpers.requests import noise_image
-from tests.helpers.server import ENGINE
-from tests.helpers.tokenizers import NAMES, tokenizer_of
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.models.metadata import needs_metadata
+from tests.helpers.models.tokenizers import NAMES, tokenizer_of
+from tests.helpers.serving.server import ENGINE
 
 WEATHER = {
     "type": "function",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.processors.images.processor import ImageProcessor
-from tests.helpers.images import image_config
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.media.images import image_config
 
 CONFIG = image_config()
 TOKEN = CONFIG.factor**2  # pixels of one token

@@ -9,7 +9,7 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.images.processor import ImageProcessorConfig
-from tests.helpers.images import image_config
+from tests.helpers.media.images import image_config
 
 NORM = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 CHECKPOINTS = {

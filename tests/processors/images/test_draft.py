@@ -17,8 +17,8 @@ from mmvllm.processors.images.processor import (
     patchify,
     resize_for_part,
 )
-from tests.helpers.images import encode, image_config
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode, image_config
 
 CONFIG = image_config(max_pixels=28 * 28 * 64)
 SIZES = [(1601, 1203), (1203, 1601), (3000, 20), (448, 448), (900, 901), (30, 30)]

@@ -17,9 +17,9 @@ from mmvllm.models.vision_language import IMAGE_DEFAULTS
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig
 from tests.corpus.generate import corpus
-from tests.helpers.checkpoints import PATCH_14, PATCH_16
-from tests.helpers.images import normalized
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import normalized
+from tests.helpers.models.checkpoints import PATCH_14, PATCH_16
 
 # As published, of Qwen2-VL and Qwen2.5-VL, and of Qwen3-VL dense and with experts.
 PUBLISHED = {

@@ -14,10 +14,10 @@ from PIL import Image, ImageFile, features
 from mmvllm.errors import ImageError
 from mmvllm.processors.images import load as load_module
 from mmvllm.processors.images.load import load_image
-from tests.helpers.images import PNG, RGB, encode, noise
-from tests.helpers.loading import exif, levels, png, rotated
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import PNG, RGB, encode, noise
+from tests.helpers.media.loading import exif, levels, png, rotated
 from tests.helpers.needs import needs
-from tests.helpers.requests import noise_image
 
 # Forms
 

@@ -15,9 +15,9 @@ from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.images import decode
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.videos.load import DIRECT, Load
-from tests.helpers.images import encode
-from tests.helpers.loading import UPRIGHT, exif, levels, rotated
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode
+from tests.helpers.media.loading import UPRIGHT, exif, levels, rotated
 
 
 def heif(orientation: int = 1, mode: str = "RGB", **options) -> bytes:

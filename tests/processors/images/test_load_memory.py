@@ -19,8 +19,8 @@ from mmvllm.processors.budget import DecodeBudget
 from mmvllm.processors.images import decode
 from mmvllm.processors.images.draft import Draft
 from mmvllm.processors.images.load import DECODING, load_image
-from tests.helpers.hostile import truncated_blp, truncated_png
-from tests.helpers.images import PNG, RGB, encode, noise
+from tests.helpers.media.hostile import truncated_blp, truncated_png
+from tests.helpers.media.images import PNG, RGB, encode, noise
 
 pytestmark = pytest.mark.slow
 

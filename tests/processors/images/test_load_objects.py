@@ -12,8 +12,8 @@ from PIL import Image
 
 from mmvllm.errors import ImageError
 from mmvllm.processors.images.load import load_image
-from tests.helpers.images import PNG, RGB, noise
-from tests.helpers.loading import levels
+from tests.helpers.media.images import PNG, RGB, noise
+from tests.helpers.media.loading import levels
 
 GREY, RGBA = noise(13, 7, 1, seed=1)[:, :, 0], noise(13, 7, 4, seed=2)
 

@@ -10,9 +10,9 @@ from PIL import Image, ImageSequence
 
 from mmvllm.processors.images.draft import Draft
 from mmvllm.processors.images.load import load_image
-from tests.helpers.images import RGB, encode, noise
-from tests.helpers.loading import UPRIGHT, exif, levels, png, rotated
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import RGB, encode, noise
+from tests.helpers.media.loading import UPRIGHT, exif, levels, png, rotated
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)

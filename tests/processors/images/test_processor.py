@@ -13,8 +13,8 @@ from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as hf
 from mmvllm.processors.images.bounds import pixel_bounds
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorConfig, smart_resize
-from tests.helpers.images import PNG, RGB, encode, image_config, noise, normalized
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import PNG, RGB, encode, image_config, noise, normalized
 
 # Size
 

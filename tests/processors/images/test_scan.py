@@ -18,7 +18,8 @@ from mmvllm.errors import ImageError
 from mmvllm.processors.images import scan as scan_module
 from mmvllm.processors.images.load import decode_data_uri, load_image
 from mmvllm.processors.images.scan import RefusedImage, needs_limits, scan, scan_exif
-from tests.helpers.hostile import (
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.hostile import (
     PROFILE,
     SMALL_GIF,
     SMALL_JPEG,
@@ -33,9 +34,8 @@ from tests.helpers.hostile import (
     png_with,
     run_length_bitmap,
 )
-from tests.helpers.images import encode, noise
-from tests.helpers.loading import exif, rotated
-from tests.helpers.requests import noise_image
+from tests.helpers.media.images import encode, noise
+from tests.helpers.media.loading import exif, rotated
 
 EXIF_SEGMENT = jpeg_segment(0xE1, b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0")
 

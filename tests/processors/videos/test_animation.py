@@ -12,7 +12,7 @@ from mmvllm.processors.images.load import load_image
 from mmvllm.processors.videos.clip import VideoInfo
 from mmvllm.processors.videos.limits import VideoLimits
 from mmvllm.processors.videos.load import load_video, load_video_info
-from tests.helpers.videos import FramesAt, moving
+from tests.helpers.media.videos import FramesAt, moving
 
 FRAMES = moving(6, 40, 60)
 FORMATS = {

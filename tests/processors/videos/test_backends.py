@@ -9,8 +9,8 @@ import torch
 
 from mmvllm import LLM, AsyncLLM
 from mmvllm.errors import VideoError
-from tests.helpers.requests import ask, digests_of
-from tests.helpers.videos import make_clip, moving
+from tests.helpers.engine.requests import ask, digests_of
+from tests.helpers.media.videos import make_clip, moving
 
 ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "skip_warmup": True}
 

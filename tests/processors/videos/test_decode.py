@@ -18,8 +18,8 @@ from mmvllm.processors.videos.clip import VideoInfo
 from mmvllm.processors.videos.decode import decode_video, video_info
 from mmvllm.processors.videos.limits import VideoLimits
 from mmvllm.processors.videos.stream import VideoStream
-from tests.helpers.hostile import with_samples
-from tests.helpers.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
+from tests.helpers.media.hostile import with_samples
+from tests.helpers.media.videos import FramesAt, declare_seconds, frame_at, full_decode, make_clip, make_sound
 
 pytestmark = pytest.mark.thinned
 

@@ -16,8 +16,8 @@ from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.videos.limits import ANY_VIDEO, VideoLimits
 from mmvllm.processors.videos.load import load_video, load_video_info
 from mmvllm.processors.videos.stream import VideoStream
+from tests.helpers.media.videos import FramesAt, full_decode, make_clip
 from tests.helpers.needs import needs
-from tests.helpers.videos import FramesAt, full_decode, make_clip
 
 CLIPS = [
     ("a.mp4", "libx264", {}),

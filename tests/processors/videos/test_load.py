@@ -21,9 +21,9 @@ from mmvllm.processors.videos import load as module
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import load_video, load_video_info
 from mmvllm.processors.videos.processor import ClipPlan
+from tests.helpers.media.videos import FramesAt, full_decode, make_clip, moving
 from tests.helpers.needs import needs
-from tests.helpers.videos import FramesAt, full_decode, make_clip, moving
-from tests.helpers.web import serving_files
+from tests.helpers.serving.web import serving_files
 
 
 @pytest.fixture

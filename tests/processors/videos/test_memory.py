@@ -9,7 +9,7 @@ import av
 import pytest
 
 from mmvllm.processors.videos.load import load_video
-from tests.helpers.videos import FramesAt, make_clip, make_long_clip
+from tests.helpers.media.videos import FramesAt, make_clip, make_long_clip
 
 MiB = 1024 * 1024
 SECONDS, FRAME_SIZE = 600, (252, 448)
@@ -20,7 +20,7 @@ CODE = """
 import sys
 from pathlib import Path
 from mmvllm.processors.videos.load import load_video
-from tests.helpers.videos import FramesAt, make_clip
+from tests.helpers.media.videos import FramesAt, make_clip
 
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024

@@ -15,9 +15,9 @@ from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import Load
 from mmvllm.processors.videos.processor import ClipPlan, VideoProcessor, VideoProcessorConfig, resize_frame, resized_to
-from tests.helpers.images import normalized
-from tests.helpers.video_references import patchified, sampled_and_sized
-from tests.helpers.videos import moving
+from tests.helpers.media.images import normalized
+from tests.helpers.media.video_references import patchified, sampled_and_sized
+from tests.helpers.media.videos import moving
 
 CONFIGS = {"qwen2_vl": QWEN2_VL, "qwen3_vl": QWEN3_VL}
 FAMILIES = pytest.mark.parametrize("family", CONFIGS)

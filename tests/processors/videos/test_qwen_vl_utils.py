@@ -15,8 +15,8 @@ from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import load_video
 from mmvllm.processors.videos.processor import ClipPlan, resize_frame, resized_to
-from tests.helpers.requests import frames, noise_image
-from tests.helpers.video_references import fetched
+from tests.helpers.engine.requests import frames, noise_image
+from tests.helpers.media.video_references import fetched
 
 pytestmark = [
     pytest.mark.skipif(find_spec("qwen_vl_utils") is None, reason="qwen-vl-utils is not installed"),

@@ -16,10 +16,10 @@ from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import Load
 from mmvllm.processors.videos.processor import ClipPlan, VideoProcessor, resize_frame
-from tests.helpers.images import normalized
-from tests.helpers.metadata import ROOT, VIDEO_ROOT, needs_video_reference
-from tests.helpers.requests import grids_of, patches_of
-from tests.helpers.tokenizers import tokenizer_of
+from tests.helpers.engine.requests import grids_of, patches_of
+from tests.helpers.media.images import normalized
+from tests.helpers.models.metadata import ROOT, VIDEO_ROOT, needs_video_reference
+from tests.helpers.models.tokenizers import tokenizer_of
 
 pytestmark = needs_video_reference
 

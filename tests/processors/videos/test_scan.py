@@ -16,7 +16,7 @@ from mmvllm.processors.videos import scan as scan_boxes_module
 from mmvllm.processors.videos.limits import ANY_VIDEO
 from mmvllm.processors.videos.load import load_video, load_video_info
 from mmvllm.processors.videos.scan import FEW_ENTRIES, scan_boxes
-from tests.helpers.videos import FramesAt, make_clip, moving
+from tests.helpers.media.videos import FramesAt, make_clip, moving
 
 CONTAINERS = (b"moov", b"trak", b"edts", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.requests import noise_image, patches_of
-from tests.helpers.shapes import every_family
-from tests.helpers.video_references import vision_info
-from tests.helpers.videos import full_decode, make_clip
+from tests.helpers.engine.requests import noise_image, patches_of
+from tests.helpers.media.video_references import vision_info
+from tests.helpers.media.videos import full_decode, make_clip
+from tests.helpers.models.shapes import every_family
 
 pytestmark = [
     every_family,

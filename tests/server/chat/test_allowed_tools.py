@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.server import CHAT, answered, call, chat, error_of, make_app
+from tests.helpers.serving.server import CHAT, answered, call, chat, error_of, make_app
 
 
 def function(name: str, **keys) -> dict:

@@ -5,9 +5,9 @@ import io
 import pytest
 from PIL import Image
 
-from tests.helpers.requests import noise_image
-from tests.helpers.scripted import script
-from tests.helpers.server import call, chat, completion, data_uri, image_part
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.engine.scripted import script
+from tests.helpers.serving.server import call, chat, completion, data_uri, image_part
 
 ANSWER = (
     "<|object_ref_start|>it<|object_ref_end|><|box_start|>(100,200),(500,750)<|box_end|>"

@@ -8,7 +8,7 @@ import pytest
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.common.call_reader import CallReader, CustomCall
 from mmvllm.server.common.tools import ToolUse
-from tests.helpers.server import CHAT, RESPONSES, TOKENIZE, answered, call, chat, error_of, user
+from tests.helpers.serving.server import CHAT, RESPONSES, TOKENIZE, answered, call, chat, error_of, user
 from tests.server.chat.test_tools import CALL as COUNT_CALL
 from tests.server.chat.test_tools import COUNT, NAMED_COUNT
 

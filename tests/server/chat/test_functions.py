@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.server import CHAT, TOKENIZE, answered, call, chat, error_of, user
-from tests.helpers.tools import CALL, COUNT, FIND
+from tests.helpers.serving.server import CHAT, TOKENIZE, answered, call, chat, error_of, user
+from tests.helpers.serving.tools import CALL, COUNT, FIND
 
 FUNCTIONS = [COUNT["function"], FIND["function"]]
 STRICT = [COUNT | {"function": COUNT["function"] | {"strict": True}}]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.server import CHAT, TOKENIZE, answered, call, chat, error_of, make_app, user
+from tests.helpers.serving.server import CHAT, TOKENIZE, answered, call, chat, error_of, make_app, user
 
 BEGUN = [user("How many stars are there?"), {"role": "assistant", "content": "There are "}]
 CONTINUED = {"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True}

@@ -6,8 +6,8 @@ import pytest
 
 from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.chat.serving import chat_job
-from tests.helpers.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, served, user
-from tests.helpers.tools import CALL, COUNT, FIND, NAMED, NAMED_COUNT, tool
+from tests.helpers.serving.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, served, user
+from tests.helpers.serving.tools import CALL, COUNT, FIND, NAMED, NAMED_COUNT, tool
 
 OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_call>'
 

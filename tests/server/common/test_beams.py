@@ -3,8 +3,8 @@
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from tests.helpers.requests import ask
-from tests.helpers.server import ENGINE, call, chat, completion, error_of
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.server import ENGINE, call, chat, completion, error_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = "Count the shapes."

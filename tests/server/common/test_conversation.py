@@ -13,9 +13,9 @@ from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.as_chat import as_chat, messages_of
 from mmvllm.server.responses.protocol import ResponsesRequest
-from tests.helpers.images import image_config
-from tests.helpers.requests import digests_of
-from tests.helpers.server import chat, image_part, user
+from tests.helpers.engine.requests import digests_of
+from tests.helpers.media.images import image_config
+from tests.helpers.serving.server import chat, image_part, user
 
 TOKEN = 28 * 28
 LIMITS = DetailLimits.of(image_config(max_pixels=16384 * TOKEN))

@@ -8,7 +8,7 @@ import pytest
 from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.common.protocol import ProcessorKwargs
 from mmvllm.server.http import body as body_module
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,

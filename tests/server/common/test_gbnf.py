@@ -9,7 +9,7 @@ import pytest
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.structured.gbnf import MAX_CHARACTERS, as_lark
-from tests.helpers.server import CHAT, call, chat, error_of
+from tests.helpers.serving.server import CHAT, call, chat, error_of
 
 pytest.importorskip("llguidance")
 

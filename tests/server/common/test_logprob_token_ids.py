@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.server import CHAT, COMPLETIONS, call, chat, completion, error_of
+from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion, error_of
 
 IDS = [70, 5, 700, 5, 71]
 

@@ -9,7 +9,7 @@ from mmvllm.cli.media import OPTIONS
 from mmvllm.entrypoints.intake import AdmissionWindow
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.common import media
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     RESPONSES,
     SCENES,
@@ -23,7 +23,7 @@ from tests.helpers.server import (
     png,
     user,
 )
-from tests.helpers.web import serving_files
+from tests.helpers.serving.web import serving_files
 
 
 @pytest.mark.spawns

@@ -4,8 +4,19 @@ import pytest
 
 from mmvllm.server.common import media
 from mmvllm.server.common.media import MediaStore
-from tests.helpers.server import CHAT, SCENES, answered, call, chat, data_uri, error_of, image_part, make_app, video_uri
-from tests.helpers.videos import make_clip
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.server import (
+    CHAT,
+    SCENES,
+    answered,
+    call,
+    chat,
+    data_uri,
+    error_of,
+    image_part,
+    make_app,
+    video_uri,
+)
 
 IMAGE = data_uri(SCENES[4])
 

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from mmvllm.processors.chat import tools
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,

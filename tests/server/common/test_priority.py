@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, completion, error_of, make_app
+from tests.helpers.serving.server import CHAT, COMPLETIONS, EMBEDDINGS, call, chat, completion, error_of, make_app
 
 BODIES = {
     CHAT: chat("Hello", max_tokens=1),

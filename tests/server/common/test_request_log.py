@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm import AsyncLLM
 from mmvllm.server.common import descriptions
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -23,7 +23,7 @@ from tests.helpers.server import (
     user,
     wait_for,
 )
-from tests.helpers.traces import TRACE, headers
+from tests.helpers.serving.traces import TRACE, headers
 
 SECRET = "a\nsecret\x1b[31m\x7f\u2028"
 

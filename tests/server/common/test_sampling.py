@@ -11,8 +11,8 @@ from mmvllm.server.chat.serving import chat_job, chat_params
 from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.completions.serving import completion_job, completion_params
 from mmvllm.server.errors import ApiError
-from tests.helpers.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
-from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app, served, user
+from tests.helpers.models.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app, served, user
 
 OWN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1, "presence_penalty": 1.5}
 GIVEN = {"temperature": 0.0, "top_p": 0.3, "top_k": 0, "repetition_penalty": 1.2, "min_p": 0.0, "presence_penalty": 0.0}

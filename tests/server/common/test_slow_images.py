@@ -6,9 +6,9 @@ import psutil
 import pytest
 
 from mmvllm.media.policy import MediaPolicy
-from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
-from tests.helpers.hostile import slow_jpeg
-from tests.helpers.server import (
+from tests.helpers.media.hostile import slow_jpeg
+from tests.helpers.serving.hang_ups import check_that_hang_ups_delay_nobody, decoding
+from tests.helpers.serving.server import (
     CHAT,
     call,
     chat,

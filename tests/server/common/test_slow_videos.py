@@ -8,9 +8,9 @@ import pytest
 
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.common import media
-from tests.helpers.hang_ups import check_that_hang_ups_delay_nobody, decoding
-from tests.helpers.hostile import slow_video
-from tests.helpers.server import (
+from tests.helpers.media.hostile import slow_video
+from tests.helpers.serving.hang_ups import check_that_hang_ups_delay_nobody, decoding
+from tests.helpers.serving.server import (
     CHAT,
     call,
     chat,

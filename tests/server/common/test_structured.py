@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers.schemas import doubling, wide
-from tests.helpers.server import CHAT, COMPLETIONS, call, chat, completion
+from tests.helpers.serving.schemas import doubling, wide
+from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion
 
 SCHEMA = {
     "type": "object",

@@ -7,8 +7,8 @@ import pytest
 
 from mmvllm.errors import RequestError
 from mmvllm.processors.chat.length_limit import LengthLimit, Truncation
-from tests.helpers.requests import ask
-from tests.helpers.server import COMPLETIONS, EMBEDDINGS, SCENES, call, completion
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.server import COMPLETIONS, EMBEDDINGS, SCENES, call, completion
 
 WORDS = ["a", "red", "circle ", "\n", "ünï", "😺", "  ", "0123456789", "<|im_end|>", "countable"]
 

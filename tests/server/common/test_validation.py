@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     call,

@@ -13,9 +13,9 @@ from mmvllm.cli.media import OPTIONS
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.images import encode
-from tests.helpers.server import CHAT, ENGINE, call, chat, error_of, make_app, video_part, video_uri
-from tests.helpers.videos import make_clip
+from tests.helpers.media.images import encode
+from tests.helpers.media.videos import make_clip
+from tests.helpers.serving.server import CHAT, ENGINE, call, chat, error_of, make_app, video_part, video_uri
 
 PART = "messages[0].content[1]"
 URL = f"{PART}.video_url.url"

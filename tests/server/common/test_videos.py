@@ -12,8 +12,9 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.config import MiB
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.images import encode
-from tests.helpers.server import (
+from tests.helpers.media.images import encode
+from tests.helpers.media.videos import make_clip, moving
+from tests.helpers.serving.server import (
     CHAT,
     ENGINE,
     SCENES,
@@ -27,8 +28,7 @@ from tests.helpers.server import (
     video_part,
     video_uri,
 )
-from tests.helpers.videos import make_clip, moving
-from tests.helpers.web import serving_files
+from tests.helpers.serving.web import serving_files
 
 QUESTION = "What happens here?"
 

@@ -7,7 +7,7 @@ from operator import itemgetter
 import pytest
 import torch
 
-from tests.helpers.server import CHAT, COMPLETIONS, call, chat, completion, data_uri, error_of, image_part
+from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion, data_uri, error_of, image_part
 
 CONTEXTS = ["The scene shows", "One two three", "A"]
 CONTINUATIONS = [" a red circle.", " four", " B"]

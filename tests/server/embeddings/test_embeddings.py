@@ -7,8 +7,18 @@ import pytest
 import torch
 
 from mmvllm import LLM
-from tests.helpers.requests import ask
-from tests.helpers.server import EMBEDDINGS, ENGINE, SCENES, call, data_uri, error_of, image_part, metric_samples, user
+from tests.helpers.engine.requests import ask
+from tests.helpers.serving.server import (
+    EMBEDDINGS,
+    ENGINE,
+    SCENES,
+    call,
+    data_uri,
+    error_of,
+    image_part,
+    metric_samples,
+    user,
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.http import auth_and_limits as limits
 from mmvllm.server.http import connection as protocol
 from mmvllm.server.http import parser
-from tests.helpers.engines import slow_steps
+from tests.helpers.engine.engines import slow_steps
 from tests.helpers.needs import needs
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     ENGINE,

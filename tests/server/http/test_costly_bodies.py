@@ -26,7 +26,7 @@ from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.http.body import MANY_BYTES
 from mmvllm.server.responses.as_chat import image_params_of
 from mmvllm.structured.schema_keywords import MAX_SCHEMAS
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,

@@ -13,7 +13,7 @@ from mmvllm.server.http import body as body_module
 from mmvllm.server.http import large_bodies
 from mmvllm.server.http.body import parse
 from mmvllm.server.http.large_bodies import MIN_LENGTH, set_aside
-from tests.helpers.server import CHAT, TOKENIZE, call, chat, data_uri, error_of, image_part
+from tests.helpers.serving.server import CHAT, TOKENIZE, call, chat, data_uri, error_of, image_part
 
 MEDIA = base64.b64encode(bytes(range(256)) * 40).decode()
 

@@ -12,7 +12,7 @@ from mmvllm.sampling_params import SamplingParams
 from mmvllm.server.metrics import vllm_metrics
 from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.server import CHAT, call, chat, make_app, metric_samples
+from tests.helpers.serving.server import CHAT, call, chat, make_app, metric_samples
 
 MODEL = ("model_name", "bundled")
 ENGINE = ("engine", "0"), MODEL

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from mmvllm import AsyncLLM, LoRARequest, RequestError, SamplingParams
 from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.adapters import make_adapter
-from tests.helpers.fleets import FLEET
-from tests.helpers.hostile import SLOW_EXPRESSION as SLOW
-from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, call, chat, error_of, make_app, serving
+from tests.helpers.engine.fleets import FLEET
+from tests.helpers.media.hostile import SLOW_EXPRESSION as SLOW
+from tests.helpers.models.adapters import make_adapter
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, error_of, make_app, serving
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

@@ -6,7 +6,7 @@ import pytest
 import mmvllm
 from mmvllm.server.app import build_app
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.server import (
+from tests.helpers.serving.server import (
     CHAT,
     call,
     chat,

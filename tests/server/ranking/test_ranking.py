@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.helpers.server import EMBEDDINGS, call, error_of, make_app
+from tests.helpers.serving.server import EMBEDDINGS, call, error_of, make_app
 
 BODIES = {"/rerank": {"query": "a", "documents": ["b"]}, "/score": {"text_1": "a", "text_2": "b"}}
 QUERY, DOCUMENTS = "A red star", ["A blue circle", "The red star", "A red star", "Nothing"]

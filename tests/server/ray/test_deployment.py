@@ -24,7 +24,7 @@ from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.server.ray.options import RayServeOptions
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.server import CHAT, COMPLETIONS, ENGINE, chat, completion, data_uri, image_part, wait_for
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, chat, completion, data_uri, image_part, wait_for
 
 pytestmark = pytest.mark.ray
 

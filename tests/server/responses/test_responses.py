@@ -6,7 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.helpers.server import CHAT, RESPONSES, call, chat, data_uri, error_of, image_part, serving, user
+from tests.helpers.serving.server import CHAT, RESPONSES, call, chat, data_uri, error_of, image_part, serving, user
 
 QUESTION = "Describe this image."
 COUNT = {

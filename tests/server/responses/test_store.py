@@ -11,7 +11,18 @@ from mmvllm.server.responses import store as store_module
 from mmvllm.server.responses.as_chat import messages_of
 from mmvllm.server.responses.protocol import ITEMS
 from mmvllm.server.responses.store import ResponseStore
-from tests.helpers.server import CHAT, RESPONSES, answered, call, chat, data_uri, error_of, image_part, make_app, user
+from tests.helpers.serving.server import (
+    CHAT,
+    RESPONSES,
+    answered,
+    call,
+    chat,
+    data_uri,
+    error_of,
+    image_part,
+    make_app,
+    user,
+)
 
 INCLUDE = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "count", "parameters": {"type": "object", "properties": {"most": {"enum": [1, 2]}}}}

@@ -2,8 +2,8 @@
 
 from mmvllm import SamplingParams
 from mmvllm.sampling.sampler import Sampled
-from tests.helpers.engines import assert_idle
-from tests.helpers.requests import ask, frames, noise_image
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.requests import ask, frames, noise_image
 
 TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from mmvllm.processors.videos.clip import VideoInfo
-from tests.helpers.torchvision_stub import install
+from tests.helpers.media.torchvision_stub import install
 
 # Family -> the modules of its processors of requests and of videos, and the prefixes of their classes' names.
 PROCESSORS = {

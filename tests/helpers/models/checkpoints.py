@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.shapes import SHAPES
+from tests.helpers.models.shapes import SHAPES
 
 SPECIAL = json.loads((BUNDLED / "config.json").read_text())
 # Of small images, with the patches, means and deviations of the published settings.

@@ -16,8 +16,8 @@ import pytest
 from mmvllm.media import http_fetching
 from mmvllm.media.fetching import fetch as fetch_media
 from mmvllm.media.policy import Kind, MediaPolicy
-from tests.helpers.images import encode
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
+from tests.helpers.media.images import encode
 
 NAME = "images.example"
 PUBLIC = "93.184.216.34"

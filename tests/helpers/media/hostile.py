@@ -8,7 +8,7 @@ from fractions import Fraction
 import av
 from PIL import Image
 
-from tests.helpers.images import encode
+from tests.helpers.media.images import encode
 
 SMALL_JPEG = encode(Image.new("RGB", (64, 64), (200, 30, 90)), "JPEG")
 SMALL_GIF = encode(Image.new("P", (8, 8)), "GIF")

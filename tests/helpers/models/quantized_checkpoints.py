@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.helpers.packers import PackedLayer, pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
+from tests.helpers.models.packers import PackedLayer, pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
 
 LINEAR = re.compile(r"(?!.*visual).*layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")

@@ -25,7 +25,7 @@ from mmvllm.server.common.serving import Serving
 from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.run import GracefulServer, make_server
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 ENGINE = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 512, "max_num_seqs": 8, "skip_warmup": True}
 
@@ -111,7 +111,7 @@ def chunks_of(app, path: str, body: dict) -> list[dict]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-SCENES = sorted((Path(__file__).parents[2] / "examples" / "images").glob("scene-*.png"))
+SCENES = sorted((Path(__file__).parents[3] / "examples" / "images").glob("scene-*.png"))
 
 
 def data_uri(image: Path | bytes = SCENES[0]) -> str:

@@ -4,7 +4,7 @@ import psutil
 
 from mmvllm import AsyncLLM
 from mmvllm.media.policy import MediaPolicy
-from tests.helpers.server import CHAT, SCENES, chat, data_uri, image_part, is_idle, post, serving, wait_for
+from tests.helpers.serving.server import CHAT, SCENES, chat, data_uri, image_part, is_idle, post, serving, wait_for
 
 
 def decoding(others: set[psutil.Process], seconds: float) -> list[psutil.Process]:

@@ -7,8 +7,8 @@ from functools import wraps
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.processors.images.load import load_image
-from tests.helpers.engines import assert_engine_idle
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.engines import assert_engine_idle
+from tests.helpers.engine.requests import ask, noise_image
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

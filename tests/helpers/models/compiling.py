@@ -1,6 +1,6 @@
-"""Kernels compiled for GPUs that are not here: `python -m tests.helpers.compiling 90 bfloat16` prints lines of JSON.
+"""Kernels compiled for GPUs not at hand: `python -m tests.helpers.models.compiling 90 bfloat16` prints JSON lines.
 
-`python -m tests.helpers.compiling variants` prints how many variants of each kernel the steps of one model need.
+`python -m tests.helpers.models.compiling variants` prints how many variants of each kernel the steps of one model need.
 
 Launches are replaced by compilations, with the arguments of `cases` on the device "meta": their addresses begin at 0,
 aligned as those of a real allocation, so that the compiler is told what it is told on a GPU. Triton's interpreter must
@@ -66,7 +66,7 @@ def replace_launches(arch: int, launch: Callable[[JITFunction, tuple, dict], Non
 
 
 def kernel_modules() -> Iterator:
-    for file in sorted((Path(__file__).parents[2] / "kernels").glob("*.py")):
+    for file in sorted((Path(__file__).parents[3] / "kernels").glob("*.py")):
         module = importlib.import_module(f"mmvllm.kernels.{file.stem}")
         if hasattr(module, "cases"):
             yield module

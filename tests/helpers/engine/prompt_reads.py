@@ -7,9 +7,9 @@ import torch
 
 from mmvllm import LLM, RequestOutput, SamplingParams
 from mmvllm.pooling_params import PoolingParams
-from tests.helpers.engines import assert_idle
-from tests.helpers.reference import Reference
-from tests.helpers.requests import ask, noise_image
+from tests.helpers.engine.engines import assert_idle
+from tests.helpers.engine.requests import ask, noise_image
+from tests.helpers.models.reference import Reference
 
 TOKENS, TOP = 6, 3
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)

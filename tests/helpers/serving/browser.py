@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mmvllm.demo.uploads import process_uploads
-from tests.helpers.pages import until
+from tests.helpers.serving.pages import until
 
-IMAGES = Path(__file__).parents[2] / "examples" / "images"
+IMAGES = Path(__file__).parents[3] / "examples" / "images"
 SCENE, OTHER = IMAGES / "scene-05.png", IMAGES / "scene-10.png"
 GIVE = """([kind, target, name, type, data]) => {
   const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));

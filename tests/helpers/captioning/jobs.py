@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.requests import noise_image
+from tests.helpers.engine.requests import noise_image
 
 TINY = ("--device", "cpu", "--max-tokens", "4")
 

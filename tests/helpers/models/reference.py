@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from mmvllm import SamplingParams
 from mmvllm.processors.tensors import NAMES
-from tests.helpers.video_references import processed
+from tests.helpers.media.video_references import processed
 
 
 class Reference:

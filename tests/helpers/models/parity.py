@@ -1,7 +1,7 @@
 """Requests whose completions are compared with those of transformers."""
 
 from mmvllm import SamplingParams
-from tests.helpers.requests import ask, frames, noise_image
+from tests.helpers.engine.requests import ask, frames, noise_image
 
 GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
 A, B, C = noise_image(91, 64, 1), noise_image(60, 133, 2), noise_image(200, 77, 3)

@@ -4,7 +4,7 @@ import numpy as np
 from PIL import Image
 
 from mmvllm.inputs import EngineInput, Grid, Span
-from tests.helpers.videos import moving
+from tests.helpers.media.videos import moving
 
 
 def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
