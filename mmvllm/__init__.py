@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 # In a checkout, mmvllm/kernels and mmvllm/processors are links to the folders beside this package; a wheel has the
 # folders here. They have no __init__.py because transformers probes for the PyPI package named `kernels`, which a
 # regular top-level package of that name would shadow.
+
 _EXPORTS_BY_MODULE = {
     "mmvllm.entrypoints.llm": ("LLM",),
     "mmvllm.entrypoints.async_llm": ("AsyncLLM",),

@@ -11,7 +11,7 @@ from pathlib import Path, PureWindowsPath
 import pytest
 
 from mmvllm.captioning.sources import names
-from tests.helpers.captioning.jobs import recorded, records, until
+from tests.helpers.captioning.command import recorded, records, until
 from tests.helpers.engine.requests import noise_image
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,8 +19,12 @@ PATHS = (ROOT / "tests" / "helpers" / "windows", ROOT)
 SOURCES = (path for folder in ("mmvllm", "kernels", "processors") for path in (ROOT / folder).rglob("*.py"))
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SOURCES if path.stem[0] != "_"]
 MODULES = [name if name.startswith("mmvllm.") else f"mmvllm.{name}" for name in MODULES]
+NEED_RAY = (
+    *("mmvllm.captioning.jobs.ray_source", "mmvllm.captioning.jobs.ray_worker"),
+    *("mmvllm.server.ray.deployment", "mmvllm.server.ray.replica"),
+)
 if find_spec("ray") is None:
-    MODULES = [name for name in MODULES if ".ray_source" not in name and ".ray_worker" not in name]
+    MODULES = [name for name in MODULES if name not in NEED_RAY]
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1"}
 CAPTION = ("-m", "mmvllm", "caption", "--device", "cpu", "--max-tokens", "4", "--progress", "none")
 
@@ -28,7 +32,7 @@ IMPORT = """
 import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from mmvllm.captioning import locked_file
+from mmvllm.captioning.outputs import locked_file
 assert locked_file.fcntl is None and locked_file.os.name == "nt" and not hasattr(locked_file.os, "fork")
 """
 

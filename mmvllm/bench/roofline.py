@@ -1,7 +1,7 @@
 """The device's measured peaks of bandwidth and arithmetic, and the share of them that a run reached.
 
 Decode reads weights and KV cache for a few tokens, so it is bound by memory bandwidth. The ViT and prefill multiply
-large matrices, so they are bound by arithmetic.
+large matrices, so they are bound by arithmetic. `StoredBytes` are the weights that a decode step reads.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`mmvllm bench throughput`: throughput of many requests."""
+"""`mmvllm bench throughput`: throughput of many requests, and a plot of its steps and requests."""
 
 import argparse
 from contextlib import ExitStack

@@ -37,7 +37,7 @@ from mmvllm.utils.text import parse_json
 
 if TYPE_CHECKING:
     from mmvllm.captioning.jobs.endpoint_options import EndpointOptions
-    from mmvllm.captioning.jobs.ray_source import RayOptions
+    from mmvllm.captioning.jobs.ray_options import RayOptions
     from mmvllm.captioning.run import CaptionRun
 
 # Arguments that are passed to `caption_images` under the same names.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mmvllm.captioning.jobs.progress import Progress
     from mmvllm.captioning.run import CaptionRun
 
-MOST = 10  # names in a row of counts
+MAX_NAMES_IN_ROW = 10  # names in a row of counts
 MAX_FAILURES = 10  # printed while captions are recorded
 
 
@@ -34,9 +34,9 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
     rows |= {"repetitions": f"{p.num_repetitions:,} (the caption was ended where it repeated itself)"}
     rows = {label: text for label, text in rows.items() if label == "captioned" or text[0] != "0"}
     if p.reasons:
-        rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MOST))
+        rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MAX_NAMES_IN_ROW))
     if p.passed_over:
-        rows["passed over"] = ", ".join(f"{number:,} {name}" for name, number in p.passed_over.shown(MOST))
+        rows["passed over"] = ", ".join(f"{number:,} {name}" for name, number in p.passed_over.shown(MAX_NAMES_IN_ROW))
     rows["time"] = f"{p.seconds:.1f} s"
     rows["speed"] = f"{p.images_per_second:.2f} {p.unit}/s"
     rows["tokens"] = f"{p.num_tokens:,} written by the model"

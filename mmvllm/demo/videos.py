@@ -1,4 +1,4 @@
-"""Uploaded videos, and how the engine takes them: which frames, at what size, for how many tokens."""
+"""Uploaded videos: a strip of their frames, and how the engine takes them: which frames, what size, how many tokens."""
 
 import base64
 import html

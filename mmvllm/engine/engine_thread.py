@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it adds requests, steps while there is work, and delivers what is new."""
+"""The thread that owns an engine: adds requests, steps, delivers what is new, and frees memory when it is idle."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Why a sequence ends, what a request returns, and what is new of a completion while it is generated."""
+"""Why a sequence ends, which completions a request returns, and what is new of them while they are generated."""
 
 import time
 from collections.abc import Callable
@@ -15,6 +15,13 @@ from mmvllm.scheduler.sampler_output import token_logprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 MAX_HELD = 64  # tokens whose text is not settled, where log-probabilities take memory only until a delta has them
+# A completion repeats itself if the tokens at its end have a period p: each of them equals the one p tokens before it.
+# vLLM's `repetition_detection` ends a completion in the same way, but compares all patterns again with every token.
+# Here a search also says how many more tokens any repetition lacks at the least: there is none to find before, so that
+# nearly every token costs a comparison of two numbers.
+MAX_REPEATED_PERIOD = 64  # tokens that are repeated as one
+MIN_REPEATS = 4
+MIN_REPEATED_TOKENS = 64  # of the repetition: what is shorter is often meant, such as a row of zeros or dashes
 
 
 class OutputProcessor:
@@ -53,7 +60,7 @@ class OutputProcessor:
         num_tokens, params = seq.num_completion_tokens, seq.sampling_params
         if not params.stop_on_repetition or num_tokens < max(seq.next_repetition_check, params.min_tokens):
             return None
-        missing = tokens_missing(seq.token_ids, seq.num_prompt_tokens)
+        missing = tokens_until_repetition(seq.token_ids, seq.num_prompt_tokens)
         seq.next_repetition_check = num_tokens + missing
         return None if missing else FinishReason.REPETITION
 
@@ -301,30 +308,22 @@ def _write_hypotheses(group: SequenceGroup, finish_reason: Callable[[Sequence], 
             seq.finish_reason = finish_reason(seq)
 
 
-# A completion repeats itself if the tokens at its end have a period p: each of them equals the one p tokens before it.
-# vLLM's `repetition_detection` ends a completion in the same way, but compares all patterns again with every token.
-# Here a search also says how many more tokens any repetition lacks at the least: there is none to find before, so that
-# nearly every token costs a comparison of two numbers.
-MAX_PERIOD = 64  # tokens that are repeated as one
-MIN_REPEATS = 4
-MIN_TOKENS = 64  # of the repetition: what is shorter is often meant, such as a row of zeros or dashes
-
-
-def length_of(period: int) -> int:
+def repetition_length(period: int) -> int:
     """Tokens of this period, the first of them included, that are a repetition."""
-    return max(MIN_TOKENS, MIN_REPEATS * period)
+    return max(MIN_REPEATED_TOKENS, MIN_REPEATS * period)
 
 
-_LEAST = min(length_of(period) - period for period in range(1, MAX_PERIOD + 1))  # where nothing is repeated yet
+# Where nothing is repeated yet.
+_LEAST_MISSING = min(repetition_length(period) - period for period in range(1, MAX_REPEATED_PERIOD + 1))
 
 
-def tokens_missing(token_ids: list[int], start: int) -> int:
+def tokens_until_repetition(token_ids: list[int], start: int) -> int:
     """How many more tokens could, at the earliest, make the end of `token_ids[start:]` a repetition; 0 if it is one."""
-    recent = token_ids[max(start, len(token_ids) - MAX_PERIOD - 1) :]
-    last, least = recent.pop() if recent else None, _LEAST
+    recent = token_ids[max(start, len(token_ids) - MAX_REPEATED_PERIOD - 1) :]
+    last, least = recent.pop() if recent else None, _LEAST_MISSING
     for period, token_id in enumerate(reversed(recent), 1):
         if token_id == last:  # of other periods no token is repeated
-            needed = length_of(period) - period
+            needed = repetition_length(period) - period
             least = min(least, needed - _num_repeated(token_ids, start, period, needed))
     return least
 

@@ -1,0 +1,1 @@
+"""`LLM` and `AsyncLLM`: requests prepared in workers, admitted, scored; metrics and traces of requests."""

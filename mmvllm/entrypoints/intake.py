@@ -43,7 +43,7 @@ from mmvllm.utils.text import counted
 TOGETHER = ({"fps", "num_frames", "do_sample_frames"}, {"min_pixels", "max_pixels"})
 MAX_BYTES = 256 * 1024 * 1024
 
-Request = dict | str | list[int]  # a dict as `processors.requests` reads it; a string or token ids, without a template
+Request = dict | str | list[int]  # a dict as `parse_request` reads it; a string or token ids, without a template
 Params = SamplingParams | dict | list[SamplingParams | dict | None] | None
 Prepare = Callable[[dict], EngineInput]
 
@@ -77,7 +77,7 @@ class Intake:
 
     Args:
         processor: None for mmvllm's own, or an object with the interface of transformers' processors.
-        video_backend: what reads videos (`processors.video_backends`).
+        video_backend: what reads videos (`processors.videos.backends`).
         processor_kwargs: `mm_processor_kwargs` of requests that do not give these themselves.
     """
 

@@ -1,0 +1,1 @@
+"""Attention backends, linear layers, norms, experts; `Batch`, the tensors of one forward pass."""

@@ -1,0 +1,1 @@
+"""Families behind one interface, a folder each; the ViT layers, the decoder and weights for all of them."""

@@ -1,0 +1,1 @@
+"""Worker processes, messages between processes, collectives of tensor parallel ranks, signals."""

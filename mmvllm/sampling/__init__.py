@@ -1,0 +1,1 @@
+"""Logits -> tokens: parameters on the device, constraints, grammars, log-probabilities of prompts."""

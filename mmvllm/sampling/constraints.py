@@ -1,7 +1,8 @@
 """What may follow in a completion: constraints, which clear bits of a row's mask, and functions of the caller.
 
-A constraint that keeps state belongs to one sequence, and brings the state up to date in `restrict`. A preemption needs
-nothing from it: tokens are computed again, but not sampled again.
+Threads fill the masks of a step while the model computes. A constraint that keeps state belongs to one sequence, and
+brings the state up to date in `restrict`. A preemption needs nothing from it: tokens are computed again, but not
+sampled again.
 """
 
 import inspect
@@ -24,7 +25,7 @@ from mmvllm.scheduler.sequence import Constraint, Sequence
 
 NUM_REMEMBERED = 4  # of each kind: a request has the same ones for all its prompts
 _MAX_THREADS = 4  # that fill masks
-_ALL = 0xFFFFFFFF  # a word of a mask that allows all its tokens
+_ALL_TOKENS = 0xFFFFFFFF  # a word of a mask that allows all its tokens
 
 
 class ConstraintFailed(RequestError):
@@ -164,28 +165,28 @@ def apply_logits_processors(logits: Tensor, seq: Sequence) -> Tensor:
     """
     for function in seq.sampling_params.logits_processors:
         try:
-            made = function(*_arguments(function, seq), logits)
+            made = function(*_processor_arguments(function, seq), logits)
         except Exception as error:
-            raise _failed(f"{_name(function)} raised {error!r}") from None
-        if not _is_row(made, logits):
+            raise _processor_failed(f"{_name(function)} raised {error!r}") from None
+        if not _is_row_of_logits(made, logits):
             what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
             required = f"a tensor {list(logits.shape)}, dense and of real numbers"
-            raise _failed(f"{_name(function)} returned {what}, must be {required}")
+            raise _processor_failed(f"{_name(function)} returned {what}, must be {required}")
         logits = made.to(logits.device, torch.float32)
     return logits
 
 
-def _failed(reason: str) -> ConstraintFailed:
+def _processor_failed(reason: str) -> ConstraintFailed:
     return ConstraintFailed(f"logits_processors: {reason}", param="logits_processors")
 
 
-def _is_row(made: Any, logits: Tensor) -> bool:
+def _is_row_of_logits(made: Any, logits: Tensor) -> bool:
     """Whether it can stand for the logits; not a tensor without values, a sparse one, or one of complex numbers."""
     is_dense = isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta
     return is_dense and made.shape == logits.shape and not made.is_complex()
 
 
-def _arguments(function: Callable, seq: Sequence) -> list[list[int]]:
+def _processor_arguments(function: Callable, seq: Sequence) -> list[list[int]]:
     takes_prompt = len(inspect.signature(function).parameters) == 3
     return [seq.prompt_token_ids, seq.completion_token_ids] if takes_prompt else [seq.completion_token_ids]
 
@@ -233,13 +234,13 @@ class MaskThreads:
 
     def begin(self, places: np.ndarray, seqs: list[Sequence]) -> PendingMasks:
         """Start to fill the masks of sequences whose logits will be in these rows."""
-        masks = TokenMasks(seqs, places.astype(np.int32), np.full((len(seqs), self._num_words), _ALL, np.uint32))
+        masks = TokenMasks(seqs, places.astype(np.int32), np.full((len(seqs), self._num_words), _ALL_TOKENS, np.uint32))
         constrained = [i for i, seq in enumerate(seqs) if seq.constraints]
         parts = [constrained[i :: self._num_threads] for i in range(self._num_threads)]
-        return PendingMasks(masks, [self._threads.submit(_fill, masks, part) for part in parts if part])
+        return PendingMasks(masks, [self._threads.submit(_fill_masks, masks, part) for part in parts if part])
 
 
-def _fill(masks: TokenMasks, indices: list[int]) -> None:
+def _fill_masks(masks: TokenMasks, indices: list[int]) -> None:
     for i in indices:
         try:
             for constraint in masks.seqs[i].constraints:

@@ -48,7 +48,7 @@ class MaskTime:
 
 
 class GrammarConstraint:
-    """The grammar of one sequence; see `mmvllm.sampling.constraints.Constraint`."""
+    """The grammar of one sequence; see `mmvllm.scheduler.sequence.Constraint`."""
 
     depends_on_text = True
 

@@ -1,0 +1,1 @@
+"""Sequences and beams, who computes what in a step, KV blocks, the encoder cache, stop strings."""

@@ -130,7 +130,7 @@ class Sequence:
         self.first_scheduled_time: float | None = None
         self.forked_from: Sequence | None = None  # of a beam: has all of its tokens but the last
         self.first_token_time: float | None = None
-        self.logprobs: list[LogprobsById] = []
+        self.logprobs: list[LogprobsById] = []  # the output processor deletes those that only a delta was to have
         self.cumulative_logprob = 0.0
 
         # Written by the output processor.

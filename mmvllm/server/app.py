@@ -19,7 +19,7 @@ from mmvllm.server.http.auth_and_limits import AuthAndSizeLimitMiddleware, ByteB
 from mmvllm.server.http.request_id import RequestIdMiddleware
 from mmvllm.server.http.trailing_slash import TrailingSlashMiddleware
 from mmvllm.server.metrics.metrics import CountingMiddleware, Metrics
-from mmvllm.server.models import serving as served_models
+from mmvllm.server.models import serving as model_routes
 from mmvllm.server.operations import serving as operations
 from mmvllm.server.ranking import serving as ranking
 from mmvllm.server.responses import serving as responses
@@ -45,7 +45,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     serving = Serving(engine, settings, models, metrics, decoder)
     for route in (chat, completions, responses, embeddings, ranking, invocations, tokenize):
         app.include_router(route.router(serving))
-    app.include_router(served_models.router(models, settings.allow_lora_updating))
+    app.include_router(model_routes.router(models, settings.allow_lora_updating))
     app.include_router(operations.router(engine, metrics))
     docs.add_page(app)
     errors.install(app)

@@ -1,0 +1,1 @@
+"""What the text of a completion must be: which schemas and grammars are accepted."""

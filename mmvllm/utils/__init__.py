@@ -1,0 +1,1 @@
+"""Texts of messages, checks of arguments, devices, copies, limits of time and memory."""

@@ -4,6 +4,7 @@
                └── run ── sample ── tokens, broadcast ──────────────────────> append
 
 Rank 0 alone has the scheduler and the sampler. Messages go through pipes, their large arrays through shared memory.
+On a CPU, ranks share the threads of their machine.
 """
 
 import atexit

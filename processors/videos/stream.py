@@ -1,4 +1,4 @@
-"""The frames of one video stream by PyAV, in the order in which they are shown, with seeks to keyframes.
+"""The frames of one video stream by PyAV, upright, in the order in which they are shown, with seeks to keyframes.
 
 Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. Nothing here bounds time or
 memory: frames are yielded one by one.

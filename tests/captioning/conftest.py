@@ -16,7 +16,7 @@ from mmvllm.captioning.jobs import endpoint
 from mmvllm.captioning.sources import loading
 from mmvllm.captioning.sources import walk as walk_module
 from mmvllm.processors.budget import VIDEO_DECODING
-from tests.helpers.captioning.jobs import SERVER, TINY, Done, Run, many
+from tests.helpers.captioning.command import SERVER, TINY, Done, Run, many
 from tests.helpers.needs import allowed, needs
 
 

@@ -10,7 +10,7 @@ from mmvllm.captioning import caption_images
 from mmvllm.captioning.outputs.report import write_report
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
 from mmvllm.cli.caption_output import summarize
-from tests.helpers.captioning.jobs import many, records
+from tests.helpers.captioning.command import many, records
 from tests.helpers.engine.scripted import script
 
 ANSWER = "<|object_ref_start|>a <b>kite</b><|object_ref_end|><|box_start|>(100,200),(500,750)<|box_end|>"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from tests.helpers.captioning.jobs import recorded, records, until
+from tests.helpers.captioning.command import recorded, records, until
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.videos import make_clip
 

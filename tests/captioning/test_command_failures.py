@@ -9,7 +9,7 @@ import threading
 import zlib
 from pathlib import Path
 
-from tests.helpers.captioning.jobs import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.captioning.command import all_but_the_last, by_name, many, recorded, records, until
 from tests.helpers.engine.requests import noise_image
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.captioning.jobs import by_name, many, recorded, until
+from tests.helpers.captioning.command import by_name, many, recorded, until
 
 
 def test_an_output_that_may_not_be_written_is_refused(caption, folder, out, tmp_path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.helpers.captioning.jobs import all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.captioning.command import all_but_the_last, by_name, many, recorded, records, until
 from tests.helpers.engine.requests import noise_image
 
 

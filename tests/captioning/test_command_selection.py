@@ -7,7 +7,7 @@ import tarfile
 
 import pytest
 
-from tests.helpers.captioning.jobs import by_name, many, records
+from tests.helpers.captioning.command import by_name, many, records
 from tests.helpers.engine.requests import noise_image
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mmvllm.processes.signals import FORCED_SECONDS
-from tests.helpers.captioning.jobs import TINY, all_but_the_last, by_name, recorded, records, stats, until
+from tests.helpers.captioning.command import TINY, all_but_the_last, by_name, recorded, records, stats, until
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.hostile import slow_video
 from tests.helpers.processes import spawned, wait_until_gone

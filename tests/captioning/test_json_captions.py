@@ -10,7 +10,7 @@ import pytest
 from mmvllm import ArgumentError
 from mmvllm.captioning import PRESET_SCHEMAS, CaptionSettings, caption_images
 from mmvllm.captioning.json_captions import MAX_LEVELS, object_columns, parsed, with_object_columns
-from tests.helpers.captioning.jobs import many, records
+from tests.helpers.captioning.command import many, records
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from mmvllm.captioning.outputs.report import write_report
 from mmvllm.captioning.sources import loading
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.images.load import load_image
-from tests.helpers.captioning.jobs import records
+from tests.helpers.captioning.command import records
 from tests.helpers.engine.requests import ask, noise_image
 
 PROMPTS = [{"name": "text", "prompt": "Describe this image."}, {"name": "tags", "prompt": "List tags."}, "Count!"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.cli.main import main
-from tests.helpers.captioning.jobs import TINY
+from tests.helpers.captioning.command import TINY
 from tests.helpers.engine.requests import noise_image
 
 

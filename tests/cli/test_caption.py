@@ -13,7 +13,7 @@ import mmvllm
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.cli.main import main
-from tests.helpers.captioning.jobs import TINY
+from tests.helpers.captioning.command import TINY
 from tests.helpers.engine.requests import ask
 
 ROOT = Path(__file__).resolve().parent.parent.parent

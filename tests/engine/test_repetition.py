@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
 from mmvllm.engine.output_processor import (
-    MAX_PERIOD,
+    MAX_REPEATED_PERIOD,
+    MIN_REPEATED_TOKENS,
     MIN_REPEATS,
-    MIN_TOKENS,
     OutputProcessor,
-    length_of,
-    tokens_missing,
+    repetition_length,
+    tokens_until_repetition,
 )
 from mmvllm.scheduler.sequence import FinishReason, Sequence
 from tests.helpers.engine.ahead import PROMPTS
@@ -22,9 +22,9 @@ LONG = {"max_tokens": 300, "ignore_eos": True, "frequency_penalty": -2.0}  # the
 
 
 def repeats(token_ids: list[int]) -> bool:
-    """Whether the end is a pattern of at most MAX_PERIOD tokens that is repeated often enough."""
-    for period in range(1, MAX_PERIOD + 1):
-        length = max(MIN_TOKENS, MIN_REPEATS * period)
+    """Whether the end is a pattern of at most MAX_REPEATED_PERIOD tokens that is repeated often enough."""
+    for period in range(1, MAX_REPEATED_PERIOD + 1):
+        length = max(MIN_REPEATED_TOKENS, MIN_REPEATS * period)
         tail = token_ids[-length:]
         if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
             return True
@@ -52,7 +52,7 @@ def completions(draw) -> list[int]:
     """Noise, and patterns that are repeated a number of times and a part, sometimes with one wrong token."""
     token_ids: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
-        size = draw(st.integers(1, MAX_PERIOD + 6) | st.integers(1, 4))
+        size = draw(st.integers(1, MAX_REPEATED_PERIOD + 6) | st.integers(1, 4))
         pattern = draw(st.lists(st.integers(0, draw(st.sampled_from([1, 3, 500]))), min_size=size, max_size=size))
         run = (pattern * 130)[: draw(st.integers(1, MIN_REPEATS * max(size, 16) + 8))]
         if draw(st.booleans()):
@@ -73,14 +73,14 @@ def test_a_completion_ends_where_brute_force_says(token_ids, prompt):
 
 @pytest.mark.parametrize(("period", "tokens"), [(1, 64), (2, 64), (16, 64), (17, 68), (64, 256)])
 def test_the_thresholds(period, tokens):
-    assert length_of(period) == tokens
+    assert repetition_length(period) == tokens
     token_ids = [*range(period)] * 300
     assert guarded(token_ids, [5] * 100, stop_on_repetition=True) == (tokens, FinishReason.REPETITION)
-    assert guarded([*range(MAX_PERIOD + 1)] * 9, [], stop_on_repetition=True)[1] is None
+    assert guarded([*range(MAX_REPEATED_PERIOD + 1)] * 9, [], stop_on_repetition=True)[1] is None
 
 
 def test_what_is_repeated_a_few_times_is_meant():
-    zeros = [1, 2] * (MIN_TOKENS // 2 - 1) + [1]
+    zeros = [1, 2] * (MIN_REPEATED_TOKENS // 2 - 1) + [1]
     assert guarded([*zeros, 3] * 3, [], stop_on_repetition=True)[1] is None
     assert guarded([*range(20)] * 3 + [99], [], stop_on_repetition=True)[1] is None
 
@@ -96,7 +96,7 @@ def test_few_tokens_are_searched():
     for token_ids in (rng.integers(0, 50_000, 4000).tolist(), rng.integers(0, 3, 4000).tolist()):
         at = num_searches = 0
         while at <= len(token_ids):
-            at += tokens_missing(token_ids[:at], 0)
+            at += tokens_until_repetition(token_ids[:at], 0)
             num_searches += 1
         assert num_searches <= len(token_ids) / 20
 

@@ -12,7 +12,7 @@ from mmvllm.kernels.penalties import (
     penalize_torch,
     penalize_triton,
 )
-from tests.helpers.engine.sampling import every_row, row_params
+from tests.helpers.models.sampling import every_row, row_params
 
 INF = float("inf")
 SETTINGS = [  # repetition, presence, frequency

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mmvllm.kernels.sampling import sample, sample_torch, sample_triton
 from mmvllm.kernels.uniforms import stream_of, uniforms
-from tests.helpers.engine.sampling import every_row, row_params
+from tests.helpers.models.sampling import every_row, row_params
 
 INF = float("inf")
 

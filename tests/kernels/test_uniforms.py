@@ -6,7 +6,7 @@ import torch
 
 from mmvllm.kernels.dispatch import tl, triton
 from mmvllm.kernels.uniforms import stream_of, uniform, uniforms
-from tests.helpers.engine.sampling import stream_with
+from tests.helpers.models.sampling import stream_with
 
 
 @triton.jit

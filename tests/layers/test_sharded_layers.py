@@ -16,9 +16,9 @@ from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.processes.ranks import SINGLE, Operation
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
-from tests.helpers.engine.ranks import on_ranks
 from tests.helpers.models.kernels import assert_no_worse
 from tests.helpers.models.packing import pack_weights
+from tests.helpers.models.ranks import on_ranks
 
 pytestmark = pytest.mark.thinned
 

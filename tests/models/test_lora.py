@@ -18,9 +18,9 @@ from mmvllm.models import lora as lora_module
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.registry import family_of, load_config
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
-from tests.helpers.engine.ranks import on_ranks
 from tests.helpers.models.adapters import DECODER, MLP, VISION, make_adapter, merged_checkpoint, rename_tensors
 from tests.helpers.models.packing import pack_weights
+from tests.helpers.models.ranks import on_ranks
 from tests.helpers.models.shapes import RICHEST
 from tests.helpers.models.weights import assert_same, load, state
 

@@ -17,8 +17,8 @@ from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import SINGLE, ConnectedRanks, Operation, Ranks
 from mmvllm.worker.memory import empty_kv_cache, num_kv_blocks
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16
-from tests.helpers.engine.ranks import on_ranks
 from tests.helpers.models.packing import pack_weights
+from tests.helpers.models.ranks import on_ranks
 from tests.helpers.models.reference import Float64, assert_no_worse
 from tests.helpers.models.shapes import SHAPES
 

@@ -12,7 +12,7 @@ from mmvllm.sampling.sampler import Sampler
 from mmvllm.sampling.sampling_states import SamplingRows
 from mmvllm.scheduler.sampler_output import SampledTokens
 from mmvllm.scheduler.sequence import Sequence
-from tests.helpers.engine.sampling import every_row, with_uniforms
+from tests.helpers.models.sampling import every_row, with_uniforms
 
 V = 97
 EOS = 3

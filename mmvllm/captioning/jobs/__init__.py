@@ -1,0 +1,1 @@
+"""Tasks -> records: by one engine, several, Ray or an endpoint."""

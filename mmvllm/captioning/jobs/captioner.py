@@ -1,4 +1,4 @@
-"""Tasks -> records: images and clips prepared by workers ahead of the engine, and duplicates captioned once."""
+"""Tasks -> records: images and clips prepared ahead of the engine, with several prompts; duplicates captioned once."""
 
 import time
 import uuid

@@ -3,7 +3,8 @@
     TaskQueue ── a thread for each engine ── WorkerPool of one process ── exchange ── EngineWorker
 
 This process finds the images and alone writes the output. A process that dies, or gives no sign of life and is killed,
-is replaced, and its images are given to engines again. All processes end with this one.
+is replaced, and its images are given to engines again. All processes end with this one. `start_engine` and `exchange`
+run in an engine's process.
 """
 
 import atexit

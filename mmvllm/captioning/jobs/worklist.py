@@ -1,4 +1,4 @@
-"""What a run has to do: the images and clips that it selects, without those that are recorded already."""
+"""What a run has to do: the images, and the clips of videos, that it selects and that are not recorded already."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.processors.videos.clip import VideoInfo
 
 MAX_CLIPS, MAX_CLIP_CHARACTERS = 10_000, 2**26  # of a video; of the item's texts in the records of all its clips
-SHORTEST_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
+SHORTEST_CLIP_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Itera
     if item.error is not None or not item.is_video or settings.clip_seconds is None:
         yield item
     else:
-        yield from _cut(item, loader.info(item), settings.clip_seconds)
+        yield from _clips_in(item, loader.info(item), settings.clip_seconds)
 
 
 def _is_animation(item: Item, loader: ItemLoader) -> bool:
@@ -191,12 +191,12 @@ def _is_animation(item: Item, loader: ItemLoader) -> bool:
         return False
 
 
-def _cut(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
+def _clips_in(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
     start, end = item.start or 0.0, min(info.duration, info.duration if item.end is None else item.end)
     of_two_frames = 2 / info.fps
     seconds = max(seconds, of_two_frames)
     number, rest = divmod(end - start, seconds)
-    number = int(number) + (rest >= max(seconds * SHORTEST_SHARE, of_two_frames))
+    number = int(number) + (rest >= max(seconds * SHORTEST_CLIP_SHARE, of_two_frames))
     if number < 2:  # or there is nothing between `start` and `end`, which preparation refuses
         yield item
         return

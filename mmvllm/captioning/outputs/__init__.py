@@ -1,0 +1,1 @@
+"""What a job writes: the journal, tables, caption files, the report."""

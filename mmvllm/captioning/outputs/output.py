@@ -1,4 +1,4 @@
-"""The outputs of a job: the journal, and the tables and caption files that are made from it."""
+"""The outputs of a job: the journal, the tables and caption files made from it, and their folder."""
 
 import os
 from collections.abc import Iterable

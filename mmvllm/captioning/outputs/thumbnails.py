@@ -28,11 +28,11 @@ def thumbnail(loader: ItemLoader, source: Source | None, path: str) -> str | Non
     with suppress(ValueError, WorkersUnusable):
         image = loader.image(Item(path, "", source), Draft(1, SIDE))
         image.thumbnail((SIDE, SIDE))
-        return encoded(image)
+        return as_webp(image)
     return None
 
 
-def encoded(image: Image.Image) -> str:
+def as_webp(image: Image.Image) -> str:
     """A WebP image in base64."""
     image.save(buffer := io.BytesIO(), "WEBP", quality=60)
     return base64.b64encode(buffer.getvalue()).decode()
@@ -67,5 +67,5 @@ def strip_of_frames(loader: ItemLoader, source: Source | None, start: float, end
         strip = Image.new("RGB", (len(clip.frames) * (width + FRAME_GAP) - FRAME_GAP, height), "white")
         for i, frame in enumerate(clip.frames):
             strip.paste(Image.fromarray(frame), (i * (width + FRAME_GAP), 0))
-        return encoded(strip)
+        return as_webp(strip)
     return None

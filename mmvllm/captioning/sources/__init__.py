@@ -1,0 +1,1 @@
+"""Where images and videos come from: folders, lists, tars, URLs; how they are loaded."""

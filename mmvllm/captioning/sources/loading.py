@@ -33,7 +33,7 @@ from mmvllm.utils.time_limit import TimeLimit
 
 T = TypeVar("T")
 
-# Encoded images that are read at once, in threads: files may be as large as `processors.load.MAX_FILE_BYTES`.
+# Encoded images that are read at once, in threads: files may be as large as `processors.images.load.MAX_FILE_BYTES`.
 ENCODED = DecodeBudget(1024 * MiB)
 # Larger files are decoded in a process that can be killed: a thread that takes too long keeps what it has read.
 MAX_THREAD_BYTES = 64 * MiB

@@ -19,8 +19,8 @@ from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.settings import ServerSettings
 
 MAX_FETCHES, MAX_VIDEO_FETCHES = 16, 4
-OVERHEAD = 300  # bytes of an entry of the store, and of each frame, beside the data
-LARGEST_SHARE = 4  # of the store: one video never evicts all others
+STORE_OVERHEAD = 300  # bytes of an entry of the store, and of each frame, beside the data
+LARGEST_STORED_SHARE = 4  # of the store: one video never evicts all others
 Reference = ImageReference | VideoReference
 Data = bytes | list[bytes]  # encoded; a list of frames is a video
 
@@ -134,7 +134,7 @@ class MediaStore:
         with self._lock:
             if (old := self._kept.pop(key, None)) is not None:
                 self._num_bytes -= _memory_of(old)
-            if LARGEST_SHARE * _memory_of(data) > self._max_bytes:
+            if LARGEST_STORED_SHARE * _memory_of(data) > self._max_bytes:
                 return
             self._kept[key] = data
             self._num_bytes += _memory_of(data)
@@ -155,7 +155,7 @@ def _digest(key: str) -> bytes:
 
 
 def _memory_of(data: Data) -> int:
-    return _size_of(data) + OVERHEAD * (1 if isinstance(data, bytes) else 1 + len(data))
+    return _size_of(data) + STORE_OVERHEAD * (1 if isinstance(data, bytes) else 1 + len(data))
 
 
 def _size_of(data: Data) -> int:

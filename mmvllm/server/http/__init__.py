@@ -1,0 +1,1 @@
+"""What concerns every request: keys, sizes, strict JSON, connections, streams of events."""

@@ -1,4 +1,4 @@
-"""Paths of requests as clients write them."""
+"""A path that ends with a slash is the path without it."""
 
 from collections.abc import Sequence
 

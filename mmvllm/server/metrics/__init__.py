@@ -1,0 +1,1 @@
+"""Prometheus metrics, by mmvllm's names or by vLLM's."""

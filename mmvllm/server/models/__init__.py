@@ -1,0 +1,1 @@
+"""GET /v1/models; adapters that are loaded and unloaded."""

@@ -1,4 +1,4 @@
-"""Routes about the models that are served, and those that load and unload adapters."""
+"""Serves /v1/models, and what loads and unloads adapters."""
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
@@ -19,37 +19,37 @@ def router(models: ServedModels, loads_adapters: bool) -> APIRouter:
 
 
 def _models(models: ServedModels) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
+    routes = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
 
-    @router.get("")
+    @routes.get("")
     async def list_models() -> ModelList:
         """List the served model under each of its names, and its adapters."""
         return ModelList(data=[_card(models, name) for name in models.names()])
 
-    @router.get("/{model:path}")
+    @routes.get("/{model:path}")
     async def model(model: str) -> ModelCard:
         """Describe the model, or an adapter; 404 if none is served under this name."""
         return _card(models, model)
 
-    return router
+    return routes
 
 
 def _adapters(models: ServedModels) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["models"], route_class=StrictRoute, responses=ERRORS)
+    routes = APIRouter(prefix="/v1", tags=["models"], route_class=StrictRoute, responses=ERRORS)
 
-    @router.post("/load_lora_adapter", response_class=PlainTextResponse)
+    @routes.post("/load_lora_adapter", response_class=PlainTextResponse)
     async def load(body: LoadAdapterRequest) -> str:
         """Serve the adapter in a folder of the server under a name."""
         await models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
-    @router.post("/unload_lora_adapter", response_class=PlainTextResponse)
+    @routes.post("/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload(body: UnloadAdapterRequest) -> str:
         """Serve an adapter no more."""
         models.unload(body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
-    return router
+    return routes
 
 
 def _card(models: ServedModels, name: str) -> ModelCard:

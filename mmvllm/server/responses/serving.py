@@ -107,7 +107,7 @@ def _resolved(store: ResponseStore, items: Sequence[Item], reservation: ByteRese
 
 
 def _stored(store: ResponseStore) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses", tags=["completions"], responses=ERRORS)
+    routes = APIRouter(prefix="/v1/responses", tags=["completions"], responses=ERRORS)
 
     def missing(response_id: str) -> ApiError:
         return ApiError(404, not_stored("response", response_id), param="response_id")
@@ -117,7 +117,7 @@ def _stored(store: ResponseStore) -> APIRouter:
             raise missing(response_id)
         return found
 
-    @router.get("/{response_id}", response_model=ResponseObject)
+    @routes.get("/{response_id}", response_model=ResponseObject)
     async def response(response_id: str, request: Request, stream: bool = False) -> Response:
         """A response that is stored."""
         if stream:  # which clients would read without a word as an empty stream
@@ -128,7 +128,7 @@ def _stored(store: ResponseStore) -> APIRouter:
         request.state.reservation.take(len(found.response))  # until the client has read it
         return Response(found.response, media_type="application/json")
 
-    @router.get("/{response_id}/input_items", response_model=InputItems)
+    @routes.get("/{response_id}/input_items", response_model=InputItems)
     async def input_items(
         response_id: str,
         request: Request,
@@ -142,7 +142,7 @@ def _stored(store: ResponseStore) -> APIRouter:
         page = await asyncio.to_thread(page_of_input, found, response_id, limit, order, after)
         return Response(page, media_type="application/json")
 
-    @router.post("/{response_id}/cancel", response_model=ResponseObject)
+    @routes.post("/{response_id}/cancel", response_model=ResponseObject)
     async def cancel(response_id: str) -> Response:
         """Refused: responses are complete when they are stored, since none is made in the background."""
         find(response_id)
@@ -150,11 +150,11 @@ def _stored(store: ResponseStore) -> APIRouter:
             400, f"{response_id} is complete and cannot be cancelled; DELETE removes it", param="response_id"
         )
 
-    @router.delete("/{response_id}")
+    @routes.delete("/{response_id}")
     async def delete(response_id: str) -> DeletedResponse:
         """Delete a stored response."""
         if not store.remove(response_id):
             raise missing(response_id)
         return DeletedResponse(id=response_id)
 
-    return router
+    return routes

@@ -22,7 +22,7 @@ from mmvllm.captioning.jobs.endpoint_source import data_uri
 from mmvllm.cli.main import main
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning.jobs import many, records
+from tests.helpers.captioning.command import many, records
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.serving.drips import DRIPS, Host
 from tests.helpers.serving.endpoints import as_json, failed, fake_endpoint, said

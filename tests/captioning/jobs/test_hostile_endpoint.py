@@ -15,7 +15,7 @@ from mmvllm.captioning import EndpointOptions, caption_images
 from mmvllm.captioning.jobs import endpoint as endpoint_module
 from mmvllm.captioning.outputs import record as record_module
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning.jobs import many
+from tests.helpers.captioning.command import many
 from tests.helpers.serving.drips import CERTIFICATE, DRIPS, HEAD, Host
 from tests.helpers.serving.endpoints import MODELS, as_json, failed, fake_endpoint, said
 from tests.helpers.serving.server import wait_for

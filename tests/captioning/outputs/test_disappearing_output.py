@@ -16,7 +16,7 @@ from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning.jobs import all_but_the_last, by_name, recorded, until
+from tests.helpers.captioning.command import all_but_the_last, by_name, recorded, until
 from tests.helpers.captioning.worklists import record_all
 
 SETTINGS = CaptionSettings()

@@ -15,7 +15,7 @@ from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.budget import DecodeBudget
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
-from tests.helpers.captioning.jobs import many
+from tests.helpers.captioning.command import many
 from tests.helpers.captioning.reports import Page, record
 from tests.helpers.media import tasks
 from tests.helpers.media.videos import make_clip

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mmvllm.errors import VideoError
-from mmvllm.processors.videos import decode as decode_video
-from mmvllm.processors.videos import scan as scan_boxes_module
+from mmvllm.processors.videos import decode, scan
 from mmvllm.processors.videos.limits import ANY_VIDEO
 from mmvllm.processors.videos.load import load_video, load_video_info
 from mmvllm.processors.videos.scan import FEW_ENTRIES, scan_boxes
@@ -116,14 +115,14 @@ def test_tables_are_found_wherever_ffmpeg_finds_them(parent, clip):
 
 def test_edits_that_repeat_samples_are_counted(clip, monkeypatch):
     repeated = with_content(clip, elst=numbers(0, 500) + numbers(10**6, 0, 0x10000) * 500)
-    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", entries(repeated) - 1)
+    monkeypatch.setattr(scan, "MAX_ENTRIES", entries(repeated) - 1)
     assert entries(repeated) > 1000
     assert_refused(repeated, "an index of 12000 entries")
 
 
 def test_edits_are_counted_by_the_size_of_their_table(clip, monkeypatch):
     edits = numbers(0, 1) + numbers(10**6, 0, 0x10000) * 500
-    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", 1000)
+    monkeypatch.setattr(scan, "MAX_ENTRIES", 1000)
     assert_refused(with_content(clip, elst=edits), "an index of 12000 entries")
 
 
@@ -195,7 +194,7 @@ def test_the_boxes_in_meta_begin_with_its_handler():
 
 
 def test_many_chapters_take_no_memory():
-    assert decode_video._options(ANY_VIDEO)["ignore_chapters"] == "1"
+    assert decode._options(ANY_VIDEO)["ignore_chapters"] == "1"
 
 
 def test_a_compressed_header_is_refused():
@@ -223,9 +222,9 @@ def sound_and_video(path: Path) -> bytes:
 
 def test_sound_without_compression_has_an_entry_for_many_samples(tmp_path, monkeypatch):
     data = sound_and_video(tmp_path / "a.mov")
-    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", entries(data) - 1)
+    monkeypatch.setattr(scan, "MAX_ENTRIES", entries(data) - 1)
     assert_refused(data, "an index of")
-    monkeypatch.setattr(scan_boxes_module, "MAX_ENTRIES", 10 * entries(data))
+    monkeypatch.setattr(scan, "MAX_ENTRIES", 10 * entries(data))
     assert load_video_info(io.BytesIO(data)).total_num_frames == 8
     as_video = changed(data, lambda kind, content: content.replace(b"soun", b"vide") if kind == b"hdlr" else content)
     assert_refused(as_video, "an index of 48008 entries")

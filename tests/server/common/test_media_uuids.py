@@ -123,7 +123,7 @@ def test_names_and_small_images_take_memory_too():
     for number in range(2000):
         store.keep(f"{number}" * 250, b"")
     kept = sum(store.get(f"{number}" * 250) is not None for number in range(2000))
-    assert 300 < kept <= 100_000 / media.OVERHEAD
+    assert 300 < kept <= 100_000 / media.STORE_OVERHEAD
     store.keep("frames", [b"x"] * 50)
     assert store.get("frames") is not None
     store.keep("frames", [b"x"] * 100)  # of more than a quarter
@@ -131,14 +131,14 @@ def test_names_and_small_images_take_memory_too():
 
 
 def test_what_was_not_used_for_the_longest_time_goes_first(monkeypatch):
-    monkeypatch.setattr(media, "OVERHEAD", 0)
+    monkeypatch.setattr(media, "STORE_OVERHEAD", 0)
     store = MediaStore(40)
     for name in "abcd":
         store.keep(name, bytes(10))
     assert store.get("a") == bytes(10)
     store.keep("e", [bytes(4), bytes(6)])
     assert [name for name in "abcde" if store.get(name) is not None] == ["a", "c", "d", "e"]
-    store.keep("a", bytes(40 // media.LARGEST_SHARE + 1))  # too large to be kept
+    store.keep("a", bytes(40 // media.LARGEST_STORED_SHARE + 1))  # too large to be kept
     assert [name for name in "acde" if store.get(name) is not None] == ["c", "d", "e"]
     store.keep("f", b"")
     store.keep("c", bytes(10))

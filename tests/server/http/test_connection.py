@@ -12,9 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from mmvllm.server.http import auth_and_limits as limits
-from mmvllm.server.http import connection as protocol
-from mmvllm.server.http import parser
+from mmvllm.server.http import auth_and_limits, parser
+from mmvllm.server.http import connection as connection_module
 from tests.helpers.engine.engines import slow_steps
 from tests.helpers.needs import needs
 from tests.helpers.serving.server import (
@@ -57,7 +56,7 @@ def connection(running):
 @pytest.fixture
 def brief_linger(monkeypatch):
     """For clients that send nothing after they were refused."""
-    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(auth_and_limits, "LINGER_SECONDS", 0.1)
 
 
 END_OF_COMPLETION = b'"system_fingerprint":null}'
@@ -78,7 +77,7 @@ def count_of(running, path: str, code: int) -> float:
 @pytest.mark.spawns
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/comp", b"POST / HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_an_incomplete_head_times_out(running, monkeypatch, begun):
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(connection_module, "HEADER_SECONDS", 0.5)
     start, is_closed = time.monotonic(), False
     with contextlib.suppress(OSError), running.connect() as connection:
         connection.sendall(begun)
@@ -93,7 +92,7 @@ def test_an_incomplete_head_times_out(running, monkeypatch, begun):
 def test_an_incomplete_head_of_a_second_request_times_out(connection, monkeypatch):
     connection.sendall(post(COMPLETIONS, BRIEF))
     assert status(receive_until(connection, END_OF_COMPLETION)) == 200
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(connection_module, "HEADER_SECONDS", 0.5)
     start = time.monotonic()
     connection.sendall(b"POST /v1")
     assert connection.recv(1) == b""
@@ -133,7 +132,7 @@ def test_reading_a_too_large_body_stops_at_the_limit(connection, content_length)
             connection.sendall(chunk)
             sent += len(piece)
     # Bytes in the buffers of the sockets count as sent.
-    assert sent < MAX_BODY + limits.LINGER_BYTES + (32 << 20)
+    assert sent < MAX_BODY + auth_and_limits.LINGER_BYTES + (32 << 20)
 
 
 def test_a_client_that_sends_the_whole_body_first_receives_the_error(connection):
@@ -360,7 +359,7 @@ def with_small_buffers(running) -> socket.socket:
     ids=["pipelined", "stream", "whole"],
 )
 def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, monkeypatch):
-    monkeypatch.setattr(protocol, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(connection_module, "STALL_SECONDS", 0.5)
     connections = running.server.server_state.connections
     connection = with_small_buffers(running)
     connection.sendall(requests)
@@ -373,9 +372,9 @@ def test_a_client_that_does_not_read_is_disconnected(running, requests, caplog, 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/openapi.json"])
 def test_a_client_that_reads_too_slowly_is_disconnected(path, running, monkeypatch):
     """It would keep the bytes of its request and of the response for as long as it likes."""
-    monkeypatch.setattr(protocol, "STALL_SECONDS", 1.0)
+    monkeypatch.setattr(connection_module, "STALL_SECONDS", 1.0)
     for name in ("MIN_BYTES_PER_SECOND", "MIN_COUNTED_BYTES_PER_SECOND"):
-        monkeypatch.setattr(protocol, name, 1e9)
+        monkeypatch.setattr(connection_module, name, 1e9)
     connections = running.server.server_state.connections
     connection = with_small_buffers(running)
     body = BRIEF | {"max_tokens": 200, "n": 16, "logprobs": 20, "ignore_eos": True, "stop": ["never there"]}
@@ -396,7 +395,7 @@ def test_writes_to_a_client_that_hung_up_are_not_logged(caplog):
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
         theirs.close()
         for _ in range(20):  # without a pause in which asyncio could tell the protocol
-            protocol.OpenTransport(transport).write(b"data: {}\n\n")
+            connection_module.OpenTransport(transport).write(b"data: {}\n\n")
         transport.close()
 
     asyncio.run(write_to_nobody())

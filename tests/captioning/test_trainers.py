@@ -15,7 +15,7 @@ from mmvllm.captioning.sources import context
 from mmvllm.captioning.sources.context import MAX_BYTES, read_context
 from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning.jobs import records
+from tests.helpers.captioning.command import records
 from tests.helpers.engine.requests import noise_image
 
 ODD = ["10_sks dog", "5_[sks] d*g?", "1_a, (b) & c"]

@@ -14,7 +14,7 @@ from mmvllm.captioning.jobs import ordering
 from mmvllm.captioning.jobs.captioner import Captioner
 from mmvllm.captioning.jobs.ordering import InOrder
 from mmvllm.captioning.sources.loading import ItemLoader
-from tests.helpers.captioning.jobs import records, until
+from tests.helpers.captioning.command import records, until
 from tests.helpers.engine.requests import noise_image
 
 

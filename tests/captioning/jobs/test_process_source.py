@@ -15,7 +15,7 @@ from mmvllm.cli.common import option_name
 from mmvllm.cli.main import main
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning import poison
-from tests.helpers.captioning.jobs import TINY, all_but_the_last, by_name, many, recorded, records, until
+from tests.helpers.captioning.command import TINY, all_but_the_last, by_name, many, recorded, records, until
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media import tasks
 from tests.helpers.processes import spawned
