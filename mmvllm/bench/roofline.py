@@ -28,7 +28,7 @@ CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too sh
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """What a decode step reads: all layers of the decoder, of which `experts` are those of experts, and the head.
+    """Bytes that a decode step reads: all layers of the decoder, of which `experts` belong to experts, and the head.
 
     The embedding, of which a step reads a few rows, is left out; a head that is tied to it counts.
     """
@@ -48,7 +48,7 @@ class StoredBytes:
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Of what the module holds itself; a tensor in oneDNN's layout has no `nbytes`."""
+    """Bytes of the tensors that a module holds itself; a tensor in oneDNN's layout has no `nbytes`."""
     tensors = {id(tensor): tensor for tensor in _own_tensors(module)}  # a packed weight has the module's bias, too
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 

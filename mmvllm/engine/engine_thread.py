@@ -55,7 +55,7 @@ class ReleasableEngine:
         logger.info("the engine has had no request for %g s and has released its memory", self._after)
 
     def load(self) -> None:
-        """Make the engine anew if it is released; raises RequestFailed if that fails, and may be called again."""
+        """Load the engine again if it is released; raises RequestFailed if that fails, and may be called again."""
         if not self.is_released:
             return
         begin, self.failure = time.perf_counter(), None

@@ -240,7 +240,7 @@ class LLM:
         Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
         the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
         API; `read_tool_calls` of `mmvllm.processors.chat.tool_calls` finds the calls in a text. The other arguments are
-        those of `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final
+        as in `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final
         message, which the model continues, instead of with the beginning of an answer, which
         `add_generation_prompt=False` leaves out.
         `chat_template` is a Jinja template in place of the checkpoint's, `mm_processor_kwargs` are arguments for the

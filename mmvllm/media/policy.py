@@ -148,7 +148,7 @@ class MediaPolicy:
 
     @property
     def video_limits(self) -> VideoLimits:
-        """Of encoded videos, for `mmvllm.processors.videos.load`."""
+        """The limits of encoded videos, for `mmvllm.processors.videos.load`."""
         return VideoLimits(
             VIDEO_CONTAINERS, VIDEO_CODECS, FORMATS, self.max_pixels, self.max_video_pixels, self.max_video_seconds
         )

@@ -1,4 +1,4 @@
-"""The front process's end of an engine that runs in a process of its own (`engine_core.py`)."""
+"""The front process's end of an engine that runs in another process (`engine_core.py`)."""
 
 import multiprocessing
 import threading

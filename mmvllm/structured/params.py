@@ -1,6 +1,6 @@
 """What the text of a completion must be: JSON of a schema, a regular expression, one of several texts, a grammar.
 
-Names are those of vLLM's StructuredOutputsParams. `mmvllm/sampling/grammar.py` enforces it.
+The names are vLLM's. `mmvllm/sampling/grammar.py` enforces it.
 """
 
 import json

@@ -360,7 +360,7 @@ class PromptPrefetcher:
 
     @property
     def wait_share(self) -> float:
-        """That of `Prefetcher`."""
+        """The share of the time in which the engine waited for prepared requests, as `Prefetcher` measures it."""
         return self._prefetcher.wait_share
 
     def finish(self) -> None:

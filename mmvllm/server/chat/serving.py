@@ -1,7 +1,6 @@
 """Serves /v1/chat/completions."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -53,7 +52,8 @@ def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) 
     """The job for a chat; the images and videos that it fetches are counted in `reservation`."""
     model, keys = serving.model_of(body.model, body.priority)
     calls_functions = bool(body.functions) or body.function_call is not None
-    with renamed_errors(FUNCTIONS_IN_CHATS) if calls_functions else nullcontext():
+    names = FUNCTIONS_IN_CHATS if calls_functions else {}
+    with renamed_errors(names):
         body = _with_functions_as_tools(body) if calls_functions else body
         use = tool_use(serving, body)
     prompt = serving.prompts.of_conversation(body, use.tools, reservation, keys=keys)
@@ -70,9 +70,7 @@ def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) 
         boxes=body.mmvllm.boxes if body.mmvllm else None,
         echoed=_echoed_text(body.messages[-1], body.continue_final_message) if body.echo else "",
     )
-    field = use.field or structured_field(body)
-    if use.field and calls_functions:
-        field = field.renamed(FUNCTIONS_IN_CHATS)
+    field = use.field.renamed(names) if use.field else structured_field(body)
     serving.check_candidates(use.params, 1, builder)
     described = partial(described_chat, body.messages)
     return CompletionJob([prompt.request], use.params, builder, described, prompt, field, **serving.streaming(body))
@@ -89,7 +87,7 @@ def tool_use(serving: Serving, body: ChatRequest) -> ToolUse:
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
     """The sampling parameters of a chat, with `defaults` for those that are left out or null.
 
-    Without a limit of its own, a completion may fill the context.
+    A completion without a limit may fill the context.
     """
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")

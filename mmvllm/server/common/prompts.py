@@ -74,7 +74,7 @@ class PromptFactory:
         image_params: Sequence[str] | None = None,
         keys: Mapping[str, Any] = MappingProxyType({}),
     ) -> PromptJob:
-        """The prompt of a conversation; `image_params` are the paths of its images where they are not those of chats.
+        """The prompt of a conversation; `image_params` are the paths of its images in requests that are no chats.
 
         The engine's request has `keys`, too. The images and videos that it fetches are counted in `reservation`.
         """

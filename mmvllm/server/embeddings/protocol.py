@@ -42,7 +42,7 @@ class EmbeddingRequest(ChatPrompt):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, lt=INT64, description="First values of the vector that are kept.")
     pooling: Literal["last", "mean"] | None = Field(
-        None, description="The hidden state of the last token (default), or the mean of those of all tokens."
+        None, description="The hidden state of the last token (default), or the mean over all tokens."
     )
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
     use_activation: bool | None = Field(None, description="vLLM's name of normalize, used if that is not given.")
