@@ -73,7 +73,7 @@ class VisionConfig:
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
-    def row_size(self) -> int:
+    def mm_embed_size(self) -> int:
         """Values in a row that the ViT makes of merged patches; more than the decoder's width in some families."""
         return self.out_hidden_size
 
@@ -163,9 +163,9 @@ class ModelConfig:
             )
 
     @property
-    def row_size(self) -> int:
+    def mm_embed_size(self) -> int:
         """Values in a row that replaces a placeholder."""
-        return self.hidden_size if self.vision is None else self.vision.row_size
+        return self.hidden_size if self.vision is None else self.vision.mm_embed_size
 
 
 def _check_depth(name: str, value: int) -> None:

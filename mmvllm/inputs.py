@@ -49,7 +49,7 @@ class Media:
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches.
         digests: of each temporal patch: of its patches and of everything that was done to them. Equal digests stand for
-            equal rows of the ViT, and for equal M-RoPE positions relative to the first token of the video.
+            equal embeddings, and for equal M-RoPE positions relative to the first token of the video.
         times: seconds from the start of the video, one for each temporal patch; empty for an image.
         seconds_per_patch: of a video, from one temporal patch to the next.
         geometry: of an image whose sizes are known; None for a video, and for what came as tensors.
@@ -83,7 +83,7 @@ class MediaItem:
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches; t is 1.
         digest: stands for the item in the prefix cache and the encoder cache (`Media.digests`).
-        span: the placeholder tokens in the prompt that the item's rows replace.
+        span: the placeholder tokens in the prompt that the item's embeddings replace.
         index: which image or video of the prompt it is, or belongs to, from 0.
         time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
         geometry: as in `Media`.
@@ -100,7 +100,7 @@ class MediaItem:
 
     @property
     def num_tokens(self) -> int:
-        """Placeholder tokens in the prompt, which is also the number of rows that the ViT makes of the item."""
+        """Placeholder tokens in the prompt, which is also the number of the item's embeddings."""
         return self.span[1]
 
     @property
@@ -117,8 +117,8 @@ class MediaItem:
         """The token after the item's last placeholder."""
         return sum(self.span)
 
-    def rows_in(self, start: int, end: int) -> tuple[int, int]:
-        """The item's rows [first, last) that tokens [start, end), some of which are the item's, need."""
+    def embeds_in(self, start: int, end: int) -> tuple[int, int]:
+        """The item's embeddings [first, last) that replace tokens in [start, end), which must overlap the item."""
         return max(start - self.offset, 0), min(end, self.end) - self.offset
 
     def __reduce__(self):

@@ -156,7 +156,7 @@ def make_pair(make_llm, checkpoint):
 
     def make(encoder_cache_rows=None, **options):
         if encoder_cache_rows is not None:
-            options["encoder_cache_bytes"] = 4 * encoder_cache_rows * load_config(checkpoint).row_size
+            options["encoder_cache_bytes"] = 4 * encoder_cache_rows * load_config(checkpoint).mm_embed_size
         options = {"kvcache_block_size": 4} | options
         return make_llm(checkpoint, **options), make_llm(checkpoint, async_scheduling=True, **options)
 

@@ -15,7 +15,7 @@ from mmvllm import SamplingParams
 from mmvllm.cli import caption
 from mmvllm.demo.conversation import Options
 from mmvllm.engine.llm_engine import WARMUP_PARAMS
-from mmvllm.sampling.sampling_states import SamplingRows
+from mmvllm.sampling.sampling_states import SamplingStates
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.chat.serving import chat_params
@@ -52,7 +52,7 @@ FOR_CALLERS = "is for the caller's own code"
 ENDS = "decided in the engine, from the tokens that were chosen"
 NOT_DRAWN = {
     "max_tokens": ENDS,
-    "min_tokens": "SamplingRows.forbidden",
+    "min_tokens": "SamplingStates.forbidden",
     "stop": ENDS,
     "stop_token_ids": ENDS,
     "ignore_eos": ENDS,
@@ -62,7 +62,7 @@ NOT_DRAWN = {
     **dict.fromkeys(("logprobs", "logprob_token_ids"), "sampler.Logprobs"),
     "prompt_logprobs": "read while the prompt is computed",
     "n": "sequences of the engine",
-    "logit_bias": "SamplingRows.biases",
+    "logit_bias": "SamplingStates.biases",
     **dict.fromkeys(("allowed_token_ids", "bad_words", "no_repeat_ngram_size"), "sampling/constraints.py"),
     "logits_processors": "sampling/constraints.py",
     "detokenize": "of the text, which is made of the tokens",
@@ -174,9 +174,9 @@ def test_a_field_is_documented(name):
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_reaches_the_kernel(name):
     """The packed rows of two sequences differ, of which one has another value."""
-    rows = SamplingRows(2, 8, torch.device("cpu"))
+    rows = SamplingStates(2, 8, torch.device("cpu"))
     for row, params in enumerate([SamplingParams(temperature=1.0), changed(name)]):
-        rows.enter(row, Sequence([1], params, request_id="", block_size=4), frozenset())
+        rows.add_sequence(row, Sequence([1], params, request_id="", block_size=4), frozenset())
     first, second = rows.on_device()
     what = "_row_params, and to ROW_PARAMS in kernels/row_params.py and the kernels"
     message = missing(name, "mmvllm/sampling/sampling_states.py", what, "NOT_DRAWN")

@@ -134,7 +134,7 @@ def test_an_llm_that_could_not_wake_up_may_try_again(checkpoint, monkeypatch):
     llm = LLM(checkpoint, **OPTIONS)
     llm.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(LLMEngine, "made_again", lambda self: exec('raise MemoryError("no room")'))
+        patch.setattr(LLMEngine, "reload", lambda self: exec('raise MemoryError("no room")'))
         with pytest.raises(MemoryError, match="no room"):
             llm.wake_up()
     llm.wake_up()

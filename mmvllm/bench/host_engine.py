@@ -86,7 +86,7 @@ class StandIn:
         self._rng = np.random.default_rng(0)
         self._runner = engine.model_runner
         self._runner.run = self.run
-        self._runner.peers.call(launch_nothing)
+        self._runner.worker_group.call(launch_nothing)
         self._kernels = {} if arithmetic else {name: getattr(sampler, name) for name in self._launches()}
         for name, launch in self._launches().items() if self._kernels else ():
             setattr(sampler, name, launch)
@@ -94,10 +94,10 @@ class StandIn:
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Logits (R, V) of the rows that want a token, after what a step that the model computes copies."""
         self._runner.send(inputs, watch)
-        batch, self._runner.samples = self._runner.rows.batch(inputs)
+        batch, self._runner.samples = self._runner.input_batch.batch(inputs)
         watch.mark("copy")
         self._num_runs += 1
-        logits = self._rows(self._logits, len(batch.sample_at))
+        logits = self._rows(self._logits, len(batch.logits_indices))
         watch.mark("launch")
         return logits
 
@@ -128,7 +128,7 @@ def launch_nothing(runner: ModelRunner) -> None:
     """On other ranks: a step copies its inputs, and the tokens are exchanged."""
 
     def run(inputs: StepInputs, watch: Stopwatch) -> None:
-        _, runner.samples = runner.rows.batch(inputs)
+        _, runner.samples = runner.input_batch.batch(inputs)
 
     runner.run = run
 

@@ -273,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
         check(args)
         tell_if_bundled(args)
 
-        from mmvllm.engine.gc_utils import without_old_objects
+        from mmvllm.engine.gc_utils import freeze_gc
         from mmvllm.entrypoints.async_llm import AsyncLLM
         from mmvllm.server.app import build_app
         from mmvllm.server.run import KEEP_ALIVE_SECONDS, make_server
@@ -298,7 +298,7 @@ def run(args: argparse.Namespace) -> int:
         server = make_server(
             app, engine, args.drain_timeout, args.access_log, tell, args.keep_alive or KEEP_ALIVE_SECONDS
         )
-        with without_old_objects(), ended_by_second_signal():
+        with freeze_gc(), ended_by_second_signal():
             server.run([listener])
     return 0
 

@@ -60,7 +60,7 @@ class ReleasableEngine:
             return
         begin, self.failure = time.perf_counter(), None
         try:
-            engine = self.engine.made_again()
+            engine = self.engine.reload()
         except Exception as error:  # for example because another program has taken the memory meanwhile
             self.failure = f"the released model cannot be loaded again: {first_line(error)}"
         if self.failure is not None:  # outside: the error's frames hold what was loaded
@@ -186,13 +186,13 @@ class EngineThread:
 
     def _watch(self, engine: LLMEngine) -> None:
         """Learn of the end of an engine's processes, also while nothing runs."""
-        peers = engine.model_runner.peers
-        peers.on_failure = lambda: self._post(partial(self._check, engine))
+        worker_group = engine.model_runner.worker_group
+        worker_group.on_failure = lambda: self._post(partial(self._check, engine))
         self._post(partial(self._check, engine))  # a process may have ended before `on_failure` was set
 
     def _check(self, engine: LLMEngine) -> None:
         if engine is self._engine and not self._held.is_released:  # else its processes were ended
-            engine.model_runner.peers.check()
+            engine.model_runner.worker_group.check()
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._changed:

@@ -4,36 +4,36 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from mmvllm.processes.signals import signals_deferred
-from mmvllm.sampling.sampler import Sampled, Sampler
-from mmvllm.scheduler.output import Schedule
-from mmvllm.scheduler.sampler_output import SampledTokens
+from mmvllm.sampling.sampler import AsyncSamplerOutput, Sampler
+from mmvllm.scheduler.output import SchedulerOutput
+from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.step_inputs import pack_step
 from mmvllm.utils.stopwatch import Stopwatch
 from mmvllm.worker.model_runner import ModelRunner
-from mmvllm.worker.worker_group import Peers
+from mmvllm.worker.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class InflightStep:
     """A step that was given to the device, unless there was an `error`, or nothing to compute."""
 
-    scheduled: Schedule
+    scheduled: SchedulerOutput
     watch: Stopwatch
-    peers: Peers
-    sampled: Sampled | None = None
+    worker_group: WorkerGroup
+    sampled: AsyncSamplerOutput | None = None
     error: RuntimeError | MemoryError | None = None
 
-    def wait(self) -> tuple[SampledTokens, RuntimeError | MemoryError | None]:
+    def wait(self) -> tuple[SamplerOutput, RuntimeError | MemoryError | None]:
         """The step's tokens, or the error that ended it, on any rank."""
         if self.sampled is None:
-            return SampledTokens([]), self.error
+            return SamplerOutput([]), self.error
         try:
             tokens = self.sampled.tokens()
-            self.peers.confirm()
+            self.worker_group.confirm()
             return tokens, None
         except (RuntimeError, MemoryError) as error:
-            return SampledTokens([]), error.with_traceback(None)
+            return SamplerOutput([]), error.with_traceback(None)
 
 
 class Executor:
@@ -47,25 +47,25 @@ class Executor:
         self.runner, self.sampler, self.scheduler = runner, sampler, scheduler
         self.clock: str | None = None  # of `Stopwatch`, for `StepStats.seconds`
 
-    def launch(self) -> Launched:
+    def launch(self) -> InflightStep:
         """Schedule a step, then pack, run and sample it; what it needs of the step in flight is on the device."""
         watch = Stopwatch(self.runner.device, self.clock)
         scheduled = self.scheduler.schedule()
         watch.mark("schedule")
-        peers, ranks = self.runner.peers, self.runner.ranks
+        worker_group, ranks = self.runner.worker_group, self.runner.ranks
         if not scheduled.num_tokens:
-            return Launched(scheduled, watch, peers)
+            return InflightStep(scheduled, watch, worker_group)
         with signals_deferred() if ranks.size > 1 else nullcontext():  # other ranks run a step that is sent
             try:
-                return Launched(scheduled, watch, peers, self._run(scheduled, watch))
+                return InflightStep(scheduled, watch, worker_group, self._run(scheduled, watch))
             except (RuntimeError, MemoryError) as error:  # a traceback would hold the tensors
-                return Launched(scheduled, watch, peers, error=error.with_traceback(None))
+                return InflightStep(scheduled, watch, worker_group, error=error.with_traceback(None))
             finally:
                 ranks.complete()
 
-    def _run(self, scheduled: Schedule, watch: Stopwatch) -> Sampled:
+    def _run(self, scheduled: SchedulerOutput, watch: Stopwatch) -> AsyncSamplerOutput:
         for seq in scheduled.started:
-            self.sampler.enter(seq.row, seq)
+            self.sampler.add_sequence(seq.req_index, seq)
         inputs = pack_step(scheduled, self.runner.ranks.size, self.scheduler.adapter_slots.num_slots)
         watch.mark("pack")
         pending = self.sampler.begin_masks(inputs.samples[0], scheduled)
@@ -77,7 +77,7 @@ class Executor:
             for seq in scheduled.encoded_sequences():
                 seq.encodings.append(watch.encoding)
         sampled = self.sampler(logits, *inputs.samples, self.runner.samples, masks)
-        sampled.reading = self.runner.reading
+        sampled.prompt_outputs = self.runner.prompt_outputs
         watch.mark("sample")
         self.runner.append(sampled.input_ids)
         watch.mark("append")

@@ -10,7 +10,7 @@ from mmvllm.utils.memory_limit import return_freed_memory
 
 
 @contextmanager
-def without_old_objects() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """Inside, what exists at the beginning is not searched for garbage; a million objects of torch are, otherwise.
 
     Searching them took a quarter of the interpreter's time of a server under load.

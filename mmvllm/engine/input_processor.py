@@ -24,7 +24,7 @@ from mmvllm.scheduler.beam_search import BeamSearch
 from mmvllm.scheduler.beams import Beams
 from mmvllm.scheduler.detokenizer import CompletionText
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.prompt_logprobs import LogprobReads, PooledReads, PromptReads
+from mmvllm.scheduler.prompt_logprobs import PoolingState, PromptLogprobs, PromptOutputs
 from mmvllm.scheduler.sequence import Sequence, SequenceGroup
 from mmvllm.utils.arguments import are_ints
 from mmvllm.utils.text import shown
@@ -115,7 +115,7 @@ class InputProcessor:
         self._check_can_go_on(params)
         for name in ("logit_bias", "logprob_token_ids"):
             check_in_vocabulary(name, getattr(params, name) or (), self._config.vocab_size)
-        reads = self._reads(prompt, params, pooling, prompt_logprobs_from)
+        prompt_outputs = self._prompt_outputs(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
         items = prompt.items
@@ -144,7 +144,7 @@ class InputProcessor:
                 adapter=adapter,
                 constraints=constraints,
                 waits_for_tokens=bool(depends_on_text),
-                reads=None if i else reads,  # of the sequence that computes the prompt
+                prompt_outputs=None if i else prompt_outputs,  # of the sequence that computes the prompt
             )
             seqs.append(seq)
         return SequenceGroup(seqs, trace_headers, prompt.preparation, prompt.text, beams=self._beams(params, seqs))
@@ -173,18 +173,18 @@ class InputProcessor:
                 message = "an embedding is not sampled; leave sampling_params out"
                 raise RequestError(message, param="sampling_params", value=params)
 
-    def _reads(
+    def _prompt_outputs(
         self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None, first: int
-    ) -> PromptReads | None:
+    ) -> PromptOutputs | None:
         """What is wanted of the prompt's hidden states; `first` is the first token whose log-probability is."""
         num_tokens = len(prompt.token_ids)
         if pooling is not None:
-            return PooledReads.of(pooling, num_tokens)
+            return PoolingState.of(pooling, num_tokens)
         if params.prompt_logprobs is None:
             return None
         if not 1 <= first <= num_tokens:
             raise ParameterError("prompt_logprobs_from", first, f"in [1, {num_tokens}], tokens of the prompt")
-        return LogprobReads(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
+        return PromptLogprobs(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None) -> int:
         """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
@@ -241,7 +241,7 @@ class InputProcessor:
         cache = self._encoder_cache
         for item in prompt.items:
             if not cache.fits(item.num_tokens):
-                needed = item.num_tokens * cache.bytes_per_row
+                needed = item.num_tokens * cache.bytes_per_embed
                 raise RequestError(
                     f"{'' if item.modality == 'image' else 'a temporal patch '}has {item.num_tokens} tokens, which "
                     f"take {needed} bytes of the encoder cache; encoder_cache_bytes is {cache.capacity_bytes}; "

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mmvllm.config import EngineArgs, EngineConfig
-from mmvllm.engine.executor import Executor, Launched
+from mmvllm.engine.executor import Executor, InflightStep
 from mmvllm.engine.input_processor import InputProcessor, Prompt
 from mmvllm.engine.output_processor import DeltaStream, OutputProcessor
 from mmvllm.engine.recovery import Recovery
@@ -34,7 +34,7 @@ from mmvllm.sampling.sampler import Sampler
 from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampler_output import SampledTokens
+from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
 from mmvllm.utils.forks import OwnProcess
@@ -101,9 +101,9 @@ class LLMEngine:
         self.device = self.model_runner.device  # that prompts' patches are copied to; of rank 0, if there are several
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
-        bytes_per_row = self.model_config.row_size * self.model_runner.dtype.itemsize
+        bytes_per_embed = self.model_config.mm_embed_size * self.model_runner.dtype.itemsize
         self.adapters = self._adapter_store()
-        self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_row)
+        self.encoder_cache = EncoderCache(config.encoder_cache_bytes, bytes_per_embed)
         self.input_processor = InputProcessor(
             self.model_config,
             self.media_rules,
@@ -136,7 +136,9 @@ class LLMEngine:
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
-        self._ahead: Launched | None = None  # the next step, where it was launched before this one's tokens were known
+        self._ahead: InflightStep | None = (
+            None  # the next step, where it was launched before this one's tokens were known
+        )
         self._request_numbers = count()
         self._is_exiting = self._exited = False
         self._exit_reason = HAS_EXITED
@@ -159,7 +161,7 @@ class LLMEngine:
             raise TypeError("LLMEngine takes no mm_processor_kwargs; give them to LLM, or with each request")
         return cls(given.pop("model"), **given)
 
-    def made_again(self) -> "LLMEngine":
+    def reload(self) -> "LLMEngine":
         """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
 
         The new engine goes on with the counts of this one: the number of requests, whose own random generators would
@@ -330,16 +332,16 @@ class LLMEngine:
         num_tokens = self.output_processor.num_tokens
         with current_device(self.model_runner.device):
             try:
-                self.model_runner.peers.check()
+                self.model_runner.worker_group.check()
                 if self._ahead is None:
-                    self.model_runner.peers.settle()  # a step whose end was interrupted may have reports
+                    self.model_runner.worker_group.settle()  # a step whose end was interrupted may have reports
                 launched = self._ahead or self.executor.launch()
                 self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
                 finished = self._commit(launched, tokens, error)
             except BaseException as caught:
                 self._ahead = None
-                error = self.model_runner.peers.explained(caught)
+                error = self.model_runner.worker_group.explained(caught)
                 if is_fatal(error):
                     self._fail(error)
                 self.recovery.undo()
@@ -350,12 +352,12 @@ class LLMEngine:
         self._meter.add_outputs(outputs, self.output_processor.num_tokens - num_tokens)
         return outputs, launched.scheduled.num_tokens
 
-    def _launch_ahead(self) -> Launched | None:
+    def _launch_ahead(self) -> InflightStep | None:
         launched = self.executor.launch() if self._schedules_ahead else None
         return launched if launched is not None and launched.scheduled.num_tokens else None
 
     def _commit(
-        self, launched: Launched, tokens: SampledTokens, error: RuntimeError | MemoryError | None
+        self, launched: InflightStep, tokens: SamplerOutput, error: RuntimeError | MemoryError | None
     ) -> list[SequenceGroup]:
         if error is None:
             return self.scheduler.postprocess(launched.scheduled, tokens)
@@ -428,7 +430,7 @@ class LLMEngine:
             if device.type == "cuda":
                 # With a step that was launched ahead, for requests that have ended: other ranks take part in it.
                 torch.cuda.synchronize(device)
-        self.model_runner.peers.exit()
+        self.model_runner.worker_group.exit()
         del self.model_runner, self.executor, self.recovery
         with suppress(RuntimeError):
             if device.type == "cuda":
@@ -438,7 +440,7 @@ class LLMEngine:
         """Raise EngineFailed once a device or a process is lost, and RuntimeError once `exit` has begun."""
         self._check_usable()
         try:
-            self.model_runner.peers.check()
+            self.model_runner.worker_group.check()
         except RanksFailed as error:
             raise EngineFailed(f"the engine failed: {first_line(error)}") from error
 
@@ -455,7 +457,7 @@ class LLMEngine:
             self.on_finished(group)
         return group.output
 
-    def _report(self, launched: Launched) -> None:
+    def _report(self, launched: InflightStep) -> None:
         if self._ahead is None:
             launched.watch.mark("commit")
         stats = step_stats(launched.scheduled, self.scheduler, launched.watch.seconds())

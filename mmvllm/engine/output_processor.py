@@ -10,7 +10,7 @@ from mmvllm.grounding import BoxFormat
 from mmvllm.outputs import CompletionOutput, Delta, LogprobsById, RequestOutput
 from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.detokenizer import Pieces, TokenDecoder, pieces_of, special_ids, token_bytes
-from mmvllm.scheduler.prompt_logprobs import LogprobReads, PooledReads
+from mmvllm.scheduler.prompt_logprobs import PoolingState, PromptLogprobs
 from mmvllm.scheduler.sampler_output import token_logprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
@@ -111,7 +111,7 @@ class OutputProcessor:
 
     def output(self, group: SequenceGroup) -> RequestOutput:
         """The output of a request that has finished, in whatever way."""
-        first, reads = group.first_seq, group.first_seq.reads  # of the one that computed the prompt
+        first, prompt_outputs = group.first_seq, group.first_seq.prompt_outputs  # of the one that computed the prompt
         if group.sampling_params.chooses_at_end:
             choose(group, self._last_reason)
         if group.beams is not None:
@@ -121,8 +121,10 @@ class OutputProcessor:
             completions=[self.completion(seq, index, group.keeps_logprobs) for index, seq in enumerate(group.seqs)],
             prompt=group.prompt,
             prompt_token_ids=first.prompt_token_ids,
-            prompt_logprobs=self.decoded(reads.logprobs) if isinstance(reads, LogprobReads) else None,
-            embedding=reads.vector if isinstance(reads, PooledReads) else None,
+            prompt_logprobs=self.decoded(prompt_outputs.logprobs)
+            if isinstance(prompt_outputs, PromptLogprobs)
+            else None,
+            embedding=prompt_outputs.vector if isinstance(prompt_outputs, PoolingState) else None,
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_cached_tokens,
             num_image_tokens=first.num_media_tokens("image"),
@@ -172,7 +174,7 @@ class DeltaStream:
         # Of the completions whose last delta has not been returned; None while these are not known.
         self._cursors = None if group.sampling_params.chooses_at_end else self._all_cursors()
         self._first = group.first_seq  # which computes the prompt, and may not be among the chosen ones
-        has_prompts = isinstance(self._first.reads, LogprobReads)
+        has_prompts = isinstance(self._first.prompt_outputs, PromptLogprobs)
         n = group.sampling_params.n
         self._without_prompt = {*range(n)} if has_prompts else set()  # whose first delta is due, by index
 
@@ -201,7 +203,7 @@ class DeltaStream:
         if delta.index in self._without_prompt:
             self._without_prompt.remove(delta.index)
             delta.prompt_token_ids = self._first.prompt_token_ids
-            delta.prompt_logprobs = self._processor.decoded(self._first.reads.logprobs)
+            delta.prompt_logprobs = self._processor.decoded(self._first.prompt_outputs.logprobs)
 
     def _last_delta(self, cursor: "_Cursor") -> Delta:
         output = self.group.output

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.output import SchedulerOutput
 from mmvllm.scheduler.scheduler import RECOVERY_STEPS, Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
 from mmvllm.worker.device_errors import is_fatal, is_out_of_memory
@@ -22,9 +22,9 @@ class Recovery:
     def undo(self) -> None:
         """A step was interrupted: what it scheduled may not have been computed, and computes again."""
         self._scheduler.preempt_all()
-        self._agree_on_rows()
+        self._agree_on_encoder_outputs()
 
-    def recover(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
+    def recover(self, scheduled: SchedulerOutput, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
         """A step failed; return the requests that end with an error. A step launched after it must be dropped.
 
         Sequences that ran out of memory together compute again, half as many at once. Otherwise the requests of this
@@ -40,7 +40,7 @@ class Recovery:
         else:
             failed = self._fail(scheduled, error)
             self._scheduler.preempt_in_flight()
-        self._agree_on_rows()
+        self._agree_on_encoder_outputs()
         return failed
 
     def end_all(self, reason: str) -> list[SequenceGroup]:
@@ -60,15 +60,15 @@ class Recovery:
         if self._runner.device.type == "cuda":
             torch.cuda.empty_cache()  # free blocks of the wrong sizes cannot be used
 
-    def _fail(self, scheduled: Schedule, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
+    def _fail(self, scheduled: SchedulerOutput, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
         logger.error("a step failed: %s", error)
         reason = f"the step failed: {type(error).__name__}: {error}"
         alive = [chunk.seq for chunk in scheduled.chunks if not chunk.seq.is_finished]
         request_ids = dict.fromkeys(seq.request_id for seq in alive)  # each once, in order
         return [self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason) for request_id in request_ids]
 
-    def _agree_on_rows(self) -> None:
-        self._runner.peers.settle()
-        self._scheduler.encoder_cache.keep_encoded(self._runner.has_rows)
-        self._runner.keep_rows(self._scheduler.encoder_cache.encoded_digests)
+    def _agree_on_encoder_outputs(self) -> None:
+        self._runner.worker_group.settle()
+        self._scheduler.encoder_cache.keep_encoded(self._runner.has_encoder_output)
+        self._runner.keep_encoder_outputs(self._scheduler.encoder_cache.encoded_digests)
         self._scheduler.adapter_slots.forget_unused()

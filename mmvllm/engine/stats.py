@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from operator import add
 
 from mmvllm.outputs import RequestOutput
-from mmvllm.scheduler.output import Schedule
+from mmvllm.scheduler.output import SchedulerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 
 RATE_WINDOW_S = 10.0
@@ -40,7 +40,7 @@ class StepStats:
     num_used_blocks: int
 
 
-def step_stats(step: Schedule, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
+def step_stats(step: SchedulerOutput, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
     """Call it after the step's commit: running and waiting sequences are counted then."""
     num_decode_tokens = len(step.decodes)
     return StepStats(

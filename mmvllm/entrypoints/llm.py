@@ -423,7 +423,7 @@ class LLM:
         """
         with self._turn():
             if self._is_asleep:
-                self.engine = self.engine.made_again()
+                self.engine = self.engine.reload()
                 self.engine.on_finished = None if self._tracer is None else self._trace
                 self._is_asleep = False
 

@@ -1,7 +1,7 @@
 """One forward pass as packed tensors: what a model is given.
 
 Letters used for shapes everywhere: N tokens in a step, S sequences, T tokens of a sequence, H query heads, K KV heads,
-D head size, C hidden size, P patches, M merged image rows, V vocabulary, R rows that want a token, I inner
+D head size, C hidden size, P patches, M vision embeddings, V vocabulary, R tokens with logits, I inner
 size of an MLP, E experts, k experts of a token.
 """
 
@@ -49,8 +49,8 @@ class Batch:
     kv_lens: Tensor  # (S,) int32
     cu_seqlens_k: Tensor | None  # (S + 1,) int32, running sum of kv_lens; None where every sequence decodes
     block_table: Tensor  # (S, max_blocks) int32; any blocks behind a sequence's own
-    sample_at: Tensor  # (R,) int64, tokens whose hidden states are wanted: none of an unfinished prompt, but where read
-    image_at: Tensor  # (M,) int64, token that each image row replaces
+    logits_indices: Tensor  # (R,) int64, tokens whose final hidden states are used, for logits or prompt outputs
+    mm_token_indices: Tensor  # (M,) int64, token that each embedding replaces
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph
     num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
@@ -76,8 +76,8 @@ def prompt_batch(num_tokens: int, num_logits: int, block_size: int, device: torc
         kv_lens=ends[1:],
         cu_seqlens_k=ends,
         block_table=torch.arange(-(-num_tokens // block_size), dtype=torch.int32, device=device)[None],
-        sample_at=tokens[:num_logits],
-        image_at=tokens[:0],
+        logits_indices=tokens[:num_logits],
+        mm_token_indices=tokens[:0],
         query_lens=(num_tokens,),
         context_lens=(num_tokens,),
     )

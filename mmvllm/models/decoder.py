@@ -105,5 +105,5 @@ class Decoder(nn.Module):
         for i, (layer, layer_cache) in enumerate(zip(self.layers, kv_cache, strict=True)):
             x, residual = layer(x, residual, cos, sin, layer_cache, batch)
             if i < len(deepstack):
-                splice_add(x, deepstack[i], batch.image_at)
-        return self.norm.add(x[batch.sample_at], residual[batch.sample_at])[0]
+                splice_add(x, deepstack[i], batch.mm_token_indices)
+        return self.norm.add(x[batch.logits_indices], residual[batch.logits_indices])[0]

@@ -4,7 +4,7 @@ A family is one folder: its config and its ViT. `vision_language.py`, `decoder.p
 share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family.
 
 How a recurrent state per sequence, which is not here yet, would fit: as a second cache, indexed by the row that a
-running sequence has in `DeviceRows`, which `Batch` then carries. A state exists at the positions where it was saved, so
+running sequence has in `InputBatch`, which `Batch` then carries. A state exists at the positions where it was saved, so
 a prefix hit and `BlockManager.fork` begin at the last of these, and `ModelConfig` says which layers have a KV cache.
 The next step may be in flight when one is committed, so the step that reaches such a position copies the state, and
 its commit makes the copy known.
@@ -40,7 +40,7 @@ class Model(nn.Module, ABC):
     tied: Mapping[str, str]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of items packed in one call -> rows (M, row_size), packed alike."""
+        """Normalised patches (P, patch_dim) of items packed in one call -> rows (M, mm_embed_size), packed alike."""
         return self.encode_patches(patches, self.layout(grids).to(patches.device))
 
     @abstractmethod
@@ -54,16 +54,16 @@ class Model(nn.Module, ABC):
         There, patches beyond those of the layout's items follow, in segments of their own, and are ignored.
         """
 
-    def forward(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
         """`logits` of `hidden_states`; it can be captured in a CUDA graph."""
-        return self.logits(self.hidden_states(batch, media_rows, kv_cache))
+        return self.logits(self.hidden_states(batch, mm_embeds, kv_cache))
 
     @abstractmethod
-    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
-        """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.sample_at`, on every rank.
+    def hidden_states(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
+        """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.logits_indices`, on every rank.
 
-        media_rows (M, row_size) belong at `batch.image_at`; kv_cache (layers, 2, num_blocks, block_size, K, D) is
-        written in place.
+        mm_embeds (M, mm_embed_size) replace the tokens `batch.mm_token_indices`; kv_cache (layers, 2, num_blocks,
+        block_size, K, D) is written in place.
         """
 
     @abstractmethod

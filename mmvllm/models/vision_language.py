@@ -63,7 +63,7 @@ class VisionLanguageModel(Model):
 
     Args:
         config: of the whole model.
-        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), a layout that it makes -> rows (M, row_size).
+        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), a layout that it makes -> rows (M, mm_embed_size).
         published: parts of our parameter names, and what stands for them in the published names of tensors.
     """
 
@@ -95,10 +95,10 @@ class VisionLanguageModel(Model):
     def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         return self.visual(patches, layout)
 
-    def hidden_states(self, batch: Batch, media_rows: Tensor, kv_cache: KVCache) -> Tensor:
+    def hidden_states(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
         x = self.decoder.embed_tokens(batch.input_ids)  # (N, C)
-        embeddings, *deepstack = media_rows.split(self.config.hidden_size, dim=1)
-        splice(x, embeddings, batch.image_at)
+        embeddings, *deepstack = mm_embeds.split(self.config.hidden_size, dim=1)
+        splice(x, embeddings, batch.mm_token_indices)
         return self.decoder(x, kv_cache, batch, deepstack)
 
     def logits(self, hidden: Tensor) -> Tensor:

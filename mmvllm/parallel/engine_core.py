@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
-from mmvllm.engine.gc_utils import without_old_objects
+from mmvllm.engine.gc_utils import freeze_gc
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestError, RequestFailed, first_line, without_frames
@@ -194,7 +194,7 @@ def host_engine(channel: Channel, events: Connection) -> None:
     except Exception as error:
         events.send(Refusal(_sendable(error)))
         sys.exit(1)
-    with without_old_objects():
+    with freeze_gc():
         EngineHost(engine, channel, events, release_after).run()
 
 

@@ -23,7 +23,7 @@ class RanksFailed(RuntimeError):
     """Ranks can exchange nothing any more: one has ended, or did not take part in time."""
 
 
-class RankUnable(RanksFailed):
+class CollectiveError(RanksFailed):
     """This rank cannot take part in an operation that the others wait in."""
 
 
@@ -142,7 +142,7 @@ class ConnectedRanks(Ranks):
 
     def _take_part(self, operation: Operation) -> None:
         if operation.kind == "graph":
-            raise RankUnable(f"rank {self.rank} could not launch a CUDA graph that the other ranks have launched")
+            raise CollectiveError(f"rank {self.rank} could not launch a CUDA graph that the other ranks have launched")
         arguments = (operation.source,) if operation.kind == "broadcast" else ()
         try:
             zeros = torch.zeros(operation.shape, dtype=operation.dtype, device=self._device)
@@ -150,7 +150,7 @@ class ConnectedRanks(Ranks):
         except RanksFailed:
             raise
         except (RuntimeError, MemoryError) as error:
-            raise RankUnable(f"rank {self.rank} could not complete a step: {first_line(error)}") from None
+            raise CollectiveError(f"rank {self.rank} could not complete a step: {first_line(error)}") from None
 
     def _take(self, operation: Operation) -> None:
         """Before an operation is run: one that fails cannot be run again."""

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.argmax import argmax_logsumexp
-from mmvllm.scheduler.sampler_output import RowLogprobs
-from mmvllm.scheduler.step_inputs import Reads
-from mmvllm.utils.transfer import HostCopy, to_device
+from mmvllm.scheduler.sampler_output import LogprobsLists
+from mmvllm.scheduler.step_inputs import PromptOutputTokens
+from mmvllm.utils.transfer import AsyncD2H, to_device
 
-ROWS = 64  # whose logits exist at the same time
+CHUNK_TOKENS = 64  # whose logits exist at the same time
 
 Head = Callable[[Tensor], Tensor]  # hidden states (R, C) -> logits (R, V)
 
 
-def slice_sizes(reads: Reads | None) -> list[int]:
+def slice_sizes(wanted: PromptOutputTokens | None) -> list[int]:
     """The number of rows in each call of the head."""
-    number = 0 if reads is None else len(reads.targets)
-    return [min(ROWS, number - start) for start in range(0, number, ROWS)]
+    number = 0 if wanted is None else len(wanted.targets)
+    return [min(CHUNK_TOKENS, number - start) for start in range(0, number, CHUNK_TOKENS)]
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, number: int, asked: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -36,33 +36,33 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, number: int, asked: Tensor | 
     return (own - total).squeeze(1), ranks, best.values - total, best.indices, *of_asked
 
 
-class Reading:
-    """What a step reads of prompts: computed at construction, on the host once `values` has waited for it."""
+class PromptOutputComputation:
+    """What a step wanted of prompts: computed at construction, on the host once `values` has waited for it."""
 
-    def __init__(self, hidden: Tensor, reads: Reads, head: Head):
-        """`hidden` (Q, C) are the rows of `reads.at`."""
-        self._reads, L = reads, len(reads.targets)
+    def __init__(self, hidden: Tensor, wanted: PromptOutputTokens, head: Head):
+        """`hidden` (Q, C) are the rows of `wanted.token_indices`."""
+        self._wanted, L = wanted, len(wanted.targets)
         tensors: list[Tensor] = []
         if L:
-            targets = to_device(torch.from_numpy(reads.targets), hidden.device)
-            parts = zip(hidden[:L].split(ROWS), targets.split(ROWS), strict=True)
-            found = [logprobs_of(head(rows), own, reads.number) for rows, own in parts]
+            targets = to_device(torch.from_numpy(wanted.targets), hidden.device)
+            parts = zip(hidden[:L].split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+            found = [logprobs_of(head(rows), own, wanted.number) for rows, own in parts]
             tensors += [torch.cat(column) for column in zip(*found, strict=True)]
-        if reads.pooled_lens:
-            sums = [rows.sum(dim=0, dtype=torch.float64) for rows in hidden[L:].split(reads.pooled_lens)]
+        if wanted.pooled_lens:
+            sums = [rows.sum(dim=0, dtype=torch.float64) for rows in hidden[L:].split(wanted.pooled_lens)]
             tensors.append(torch.stack(sums))
-        self._on_host = HostCopy(*tensors)
+        self._on_host = AsyncD2H(*tensors)
 
-    def values(self) -> list[RowLogprobs | list[float]]:
-        """Of each chunk that is read, in the order of `Schedule.read_chunks`."""
+    def values(self) -> list[LogprobsLists | list[float]]:
+        """Of each chunk that is read, in the order of `SchedulerOutput.prompt_output_chunks`."""
         lists, made, at = self._on_host.lists(), [], 0
-        for length in self._reads.logprob_lens:
-            made.append(RowLogprobs(*(column[at : at + length] for column in lists[:4])))
+        for length in self._wanted.logprob_lens:
+            made.append(LogprobsLists(*(column[at : at + length] for column in lists[:4])))
             at += length
-        return made + (lists[-1] if self._reads.pooled_lens else [])
+        return made + (lists[-1] if self._wanted.pooled_lens else [])
 
 
-def take_part(hidden: Tensor, reads: Reads, head: Head) -> None:
-    """What ranks other than 0 do of a `Reading`: their part of the logits."""
-    for rows in hidden[: len(reads.targets)].split(ROWS) if len(reads.targets) else ():
+def compute_logits_part(hidden: Tensor, wanted: PromptOutputTokens, head: Head) -> None:
+    """What ranks other than 0 do of a `PromptOutputComputation`: their part of the logits."""
+    for rows in hidden[: len(wanted.targets)].split(CHUNK_TOKENS) if len(wanted.targets) else ():
         head(rows)

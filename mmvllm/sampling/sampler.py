@@ -20,7 +20,7 @@ from mmvllm.kernels.sampling import sample
 from mmvllm.kernels.token_mask import mask_tokens
 from mmvllm.outputs import Logprob
 from mmvllm.sampling.constraints import ConstraintFailed, MaskThreads, PendingMasks, TokenMasks, apply_logits_processors
-from mmvllm.sampling.prompt_logprobs import Reading, logprobs_of
+from mmvllm.sampling.prompt_logprobs import PromptOutputComputation, logprobs_of
 from mmvllm.sampling.sampling_states import (
     BEAM,
     BIAS,
@@ -29,19 +29,19 @@ from mmvllm.sampling.sampling_states import (
     PENALTIES,
     RANDOM,
     RESTRICTED,
-    SamplingRows,
+    SamplingStates,
 )
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.beam_search import Candidate
-from mmvllm.scheduler.output import Schedule
-from mmvllm.scheduler.sampler_output import SampledTokens, TokenLogprobs, token_logprobs
+from mmvllm.scheduler.output import SchedulerOutput
+from mmvllm.scheduler.sampler_output import SamplerOutput, TokenLogprobs, token_logprobs
 from mmvllm.scheduler.sequence import Sequence
-from mmvllm.utils.transfer import HostCopy, to_device
+from mmvllm.utils.transfer import AsyncD2H, to_device
 
 _NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 
 
-class Sampled:
+class AsyncSamplerOutput:
     """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
 
     def __init__(
@@ -54,22 +54,22 @@ class Sampled:
     ):
         """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
-        self.reading: Reading | None = None  # what the same step reads of prompts
+        self.prompt_outputs: PromptOutputComputation | None = None  # what the same step reads of prompts
         self._logprobs, self._candidates, self._errors = logprobs, candidates, errors
         of_logprobs = logprobs.tensors if logprobs else ()
         self._num_of_logprobs = len(of_logprobs)
-        self._on_host = HostCopy(token_ids, *of_logprobs, *(candidates.tensors if candidates else ()))
+        self._on_host = AsyncD2H(token_ids, *of_logprobs, *(candidates.tensors if candidates else ()))
 
-    def tokens(self) -> SampledTokens:
+    def tokens(self) -> SamplerOutput:
         """Wait for the tokens; the host waits for nothing else in a step."""
         token_ids, *columns = self._on_host.lists()
         of_logprobs, of_candidates = columns[: self._num_of_logprobs], columns[self._num_of_logprobs :]
-        return SampledTokens(
+        return SamplerOutput(
             token_ids,
             logprobs=self._logprobs.by_row(token_ids, *of_logprobs) if self._logprobs else {},
             errors=self._errors,
             candidates=self._candidates.by_row(*of_candidates) if self._candidates else {},
-            reads=() if self.reading is None else self.reading.values(),
+            prompt_outputs=() if self.prompt_outputs is None else self.prompt_outputs.values(),
         )
 
 
@@ -81,16 +81,16 @@ class Sampler:
 
     def __init__(self, eos_token_ids: frozenset[int], max_num_seqs: int, vocab_size: int, device: torch.device):
         self.eos_token_ids = eos_token_ids
-        self._rows = SamplingRows(max_num_seqs, vocab_size, device)
+        self._states = SamplingStates(max_num_seqs, vocab_size, device)
         self._mask_threads = MaskThreads(vocab_size)
 
-    def enter(self, row: int, seq: Sequence) -> None:
+    def add_sequence(self, req_index: int, seq: Sequence) -> None:
         """A sequence starts in a row, or starts again after a preemption; whatever was there before is forgotten."""
-        self._rows.enter(row, seq, self.eos_token_ids)
+        self._states.add_sequence(req_index, seq, self.eos_token_ids)
 
-    def begin_masks(self, rows: np.ndarray, step: Schedule) -> PendingMasks | None:
+    def begin_masks(self, req_indices: np.ndarray, step: SchedulerOutput) -> PendingMasks | None:
         """Start to find out what may follow the sequences (R,) that get a token in a step; None if anything may."""
-        places = np.flatnonzero(self._rows.needs[rows] & RESTRICTED)
+        places = np.flatnonzero(self._states.needs[req_indices] & RESTRICTED)
         if not places.size:
             return None
         seqs = [chunk.seq for chunk in step.chunks if chunk.samples]
@@ -100,68 +100,71 @@ class Sampler:
     def __call__(
         self,
         logits: Tensor,
-        rows: np.ndarray,
+        req_indices: np.ndarray,
         ends: np.ndarray,
-        rows_on_device: Tensor | None = None,
+        indices_on_device: Tensor | None = None,
         masks: TokenMasks | None = None,
-    ) -> Sampled:
+    ) -> AsyncSamplerOutput:
         """One token for each row of logits (R, V), in any dtype of models.
 
         Args:
             rows: (R,) int32, of the sequences.
             ends: (R,) int32, the number of tokens that precede the sampled one in its sequence.
-            rows_on_device: (2, R) int32, rows and ends on the device where they are there already.
+            indices_on_device: (2, R) int32, rows and ends on the device where they are there already.
             masks: what may follow, of `begin_masks`.
         """
-        needs = int(np.bitwise_or.reduce(self._rows.needs[rows])) if len(rows) else 0
-        if rows_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
-            rows_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (rows, ends)]
-        candidates = self._candidates(logits, rows, ends, rows_on_device) if needs & BEAM else None
-        adjusted = self._adjusted(logits, rows, ends, rows_on_device, needs)
+        needs = int(np.bitwise_or.reduce(self._states.needs[req_indices])) if len(req_indices) else 0
+        if indices_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
+            indices_on_device = [to_device(torch.from_numpy(x), logits.device) for x in (req_indices, ends)]
+        candidates = self._candidates(logits, req_indices, ends, indices_on_device) if needs & BEAM else None
+        adjusted = self._adjusted(logits, req_indices, ends, indices_on_device, needs)
         if masks is not None:
             adjusted = _restricted(_own(adjusted, logits), masks)
-        token_ids = sample(adjusted, self._rows.on_device(), *rows_on_device) if needs & RANDOM else argmax(adjusted)
+        token_ids = (
+            sample(adjusted, self._states.on_device(), *indices_on_device) if needs & RANDOM else argmax(adjusted)
+        )
         # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
         input_ids = token_ids.clamp(min=0)
         if needs & PENALTIES:
-            count_tokens(self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0], input_ids)
-        logprobs = self._logprobs(logits, rows, input_ids) if needs & LOGPROBS else None
+            count_tokens(self._states.counts.tensor, self._states.on_device(), indices_on_device[0], input_ids)
+        logprobs = self._logprobs(logits, req_indices, input_ids) if needs & LOGPROBS else None
         errors = masks.errors if masks is not None else _NO_ERRORS
-        return Sampled(token_ids, input_ids, logprobs, candidates, errors)
+        return AsyncSamplerOutput(token_ids, input_ids, logprobs, candidates, errors)
 
-    def _candidates(self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor) -> "Candidates":
+    def _candidates(
+        self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor
+    ) -> "Candidates":
         """Of beams. Penalties apply to log-probabilities, not to logits: transformers does it in this order."""
-        places = np.flatnonzero(self._rows.needs[rows] & BEAM)
+        places = np.flatnonzero(self._states.needs[req_indices] & BEAM)
         at = to_device(torch.from_numpy(places), logits.device)
         logprobs = logits[at].float().log_softmax(dim=-1)
-        rows, ends, on_device = rows[places], ends[places], [x[at] for x in rows_on_device]
-        needs = int(np.bitwise_or.reduce(self._rows.needs[rows]))  # of beams alone
-        return Candidates(
-            self._adjusted(logprobs, rows, ends, on_device, needs), places, self._rows.num_candidates[rows]
-        )
+        req_indices, ends, on_device = req_indices[places], ends[places], [x[at] for x in indices_on_device]
+        needs = int(np.bitwise_or.reduce(self._states.needs[req_indices]))  # of beams alone
+        adjusted = self._adjusted(logprobs, req_indices, ends, on_device, needs)
+        return Candidates(adjusted, places, self._states.num_candidates[req_indices])
 
     def _adjusted(
-        self, logits: Tensor, rows: np.ndarray, ends: np.ndarray, rows_on_device: Tensor | None, needs: int
+        self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor | None, needs: int
     ) -> Tensor:
         """Logits after penalties and biases, without the tokens that may not end a sequence yet."""
         adjusted = logits
         if needs & PENALTIES:
-            adjusted = penalize(logits, self._rows.counts.tensor, self._rows.on_device(), rows_on_device[0])
+            adjusted = penalize(logits, self._states.counts.tensor, self._states.on_device(), indices_on_device[0])
         if needs & BIAS:
             adjusted = _own(adjusted, logits)
-            pairs, values = self._rows.biases(rows)
+            pairs, values = self._states.biases(req_indices)
             places, ids = to_device(torch.from_numpy(pairs), logits.device)
             adjusted[places, ids] += to_device(torch.from_numpy(values), logits.device)
-        if needs & MIN_TOKENS and (pairs := self._rows.forbidden(rows, ends)).size:
+        if needs & MIN_TOKENS and (pairs := self._states.forbidden(req_indices, ends)).size:
             places, ids = to_device(torch.from_numpy(pairs), logits.device)
             adjusted = _own(adjusted, logits)
             adjusted[places, ids] = float("-inf")
         return adjusted
 
-    def _logprobs(self, logits: Tensor, rows: np.ndarray, token_ids: Tensor) -> "Logprobs":
-        places = np.flatnonzero(self._rows.needs[rows] & LOGPROBS)
-        asked = [self._rows.logprob_ids[row] for row in rows[places]]
-        return Logprobs(logits, token_ids, places, self._rows.num_logprobs[rows[places]], asked)
+    def _logprobs(self, logits: Tensor, req_indices: np.ndarray, token_ids: Tensor) -> "Logprobs":
+        places = np.flatnonzero(self._states.needs[req_indices] & LOGPROBS)
+        asked = [self._states.logprob_ids[i] for i in req_indices[places]]
+        return Logprobs(logits, token_ids, places, self._states.num_logprobs[req_indices[places]], asked)
 
 
 def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
@@ -251,6 +254,6 @@ def trial(logits: Tensor) -> None:
     ):
         sampler = Sampler(frozenset(), R, V, logits.device)
         seq = Sequence([0], params, request_id="", block_size=1)
-        for row in range(R):
-            sampler.enter(row, seq)
+        for req_index in range(R):
+            sampler.add_sequence(req_index, seq)
         sampler(logits, np.arange(R, dtype=np.int32), np.ones(R, np.int32)).tokens()

@@ -17,7 +17,7 @@ RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS, BIAS, RESTRICTED, BEAM = 1, 2, 4, 8, 16
 _IN_PROMPT, _LARGEST_COUNT = -(2**15), 2**15 - 1  # of an int16 of `PenaltyCounts`
 
 
-class SamplingRows:
+class SamplingStates:
     """Rows change when a sequence enters; the device's copy is renewed, in one copy, before it is used again."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
@@ -35,34 +35,34 @@ class SamplingRows:
         self._on_device = packed(self._params)
         self._is_stale = device.type != "cpu"
 
-    def enter(self, row: int, seq: Sequence, end_ids: frozenset[int]) -> None:
+    def add_sequence(self, req_index: int, seq: Sequence, end_ids: frozenset[int]) -> None:
         """Write the parameters of a sequence whose tokens are all known; `end_ids` and its own may end it."""
         p = seq.sampling_params
         needs = RANDOM if p.temperature >= GREEDY_BELOW else 0
         counts_row = 0
         if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
             needs |= PENALTIES
-            counts_row = self.counts.start(row, seq)
+            counts_row = self.counts.start(req_index, seq)
         if p.min_tokens:
             needs |= MIN_TOKENS
-            self.min_ends[row] = seq.num_prompt_tokens + p.min_tokens
-            self.end_ids[row] = np.array([i for i in p.end_ids(end_ids) if i < self.vocab_size], np.int64)
+            self.min_ends[req_index] = seq.num_prompt_tokens + p.min_tokens
+            self.end_ids[req_index] = np.array([i for i in p.end_ids(end_ids) if i < self.vocab_size], np.int64)
         if p.logit_bias:
             needs |= BIAS
-            self._bias_ids[row] = np.array([*p.logit_bias.keys()], np.int64)
-            self._bias_values[row] = np.array([*p.logit_bias.values()], np.float32)
+            self._bias_ids[req_index] = np.array([*p.logit_bias.keys()], np.int64)
+            self._bias_values[req_index] = np.array([*p.logit_bias.values()], np.float32)
         if seq.constraints or p.logits_processors:
             needs |= RESTRICTED
         if p.beam_width is None and (p.num_logprobs is not None or p.chooses_by_logprob):
             needs |= LOGPROBS
-            self.num_logprobs[row] = min(p.logprobs or 0, self.vocab_size)
-            self.logprob_ids[row] = p.logprob_token_ids or ()
+            self.num_logprobs[req_index] = min(p.logprobs or 0, self.vocab_size)
+            self.logprob_ids[req_index] = p.logprob_token_ids or ()
         if p.beam_width is not None:
             needs |= BEAM
             enough = max(p.beam_width + len(p.end_ids(end_ids)), p.logprobs or 0)
-            self.num_candidates[row] = min(enough, self.vocab_size)
-        self.needs[row] = needs
-        self._params[row] = _row_params(p, seq, counts_row, self.vocab_size)
+            self.num_candidates[req_index] = min(enough, self.vocab_size)
+        self.needs[req_index] = needs
+        self._params[req_index] = _row_params(p, seq, counts_row, self.vocab_size)
         self._is_stale = self.device.type != "cpu"  # there, host and device share the memory
 
     def on_device(self) -> Tensor:
@@ -71,16 +71,16 @@ class SamplingRows:
             self._on_device, self._is_stale = to_device(packed(self._params), self.device), False
         return self._on_device
 
-    def forbidden(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def forbidden(self, req_indices: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """(2, pairs): places in `rows`, and ids that may not follow there yet."""
-        early = np.flatnonzero((self.needs[rows] & MIN_TOKENS > 0) & (ends < self.min_ends[rows]))
-        return _pairs(early, [self.end_ids[row] for row in rows[early]])
+        early = np.flatnonzero((self.needs[req_indices] & MIN_TOKENS > 0) & (ends < self.min_ends[req_indices]))
+        return _pairs(early, [self.end_ids[i] for i in req_indices[early]])
 
-    def biases(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def biases(self, req_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(2, pairs): places in `rows`, and ids with a bias there; and the biases (pairs,)."""
-        places = np.flatnonzero(self.needs[rows] & BIAS)
-        pairs = _pairs(places, [self._bias_ids[row] for row in rows[places]])
-        return pairs, np.concatenate([self._bias_values[row] for row in rows[places]])
+        places = np.flatnonzero(self.needs[req_indices] & BIAS)
+        pairs = _pairs(places, [self._bias_ids[i] for i in req_indices[places]])
+        return pairs, np.concatenate([self._bias_values[i] for i in req_indices[places]])
 
 
 def _pairs(places: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
@@ -101,12 +101,12 @@ class PenaltyCounts:
         return self._pool
 
     @torch.inference_mode()
-    def start(self, row: int, seq: Sequence) -> int:
+    def start(self, req_index: int, seq: Sequence) -> int:
         """Count a sequence's tokens and return its row in the tensor."""
-        at = self._pool_rows.get(row, len(self._pool_rows) + 1)
+        at = self._pool_rows.get(req_index, len(self._pool_rows) + 1)
         if at >= len(self._pool):
             self._pool = torch.cat([self._pool, torch.zeros_like(self._pool)])
-        self._pool_rows[row] = at  # not before there is memory for it
+        self._pool_rows[req_index] = at  # not before there is memory for it
         counts, tokens = np.zeros(self._pool.shape[1], np.int16), np.array(seq.token_ids)
         completion, number = np.unique(tokens[seq.num_prompt_tokens :], return_counts=True)
         counts[completion] = number.clip(max=_LARGEST_COUNT)

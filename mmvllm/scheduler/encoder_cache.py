@@ -22,29 +22,29 @@ class _Entry:
 class EncoderCache:
     """Never counts more than `capacity_bytes`; an item that could never fit must be refused with its request."""
 
-    def __init__(self, capacity_bytes: int, bytes_per_row: int):
+    def __init__(self, capacity_bytes: int, bytes_per_embed: int):
         self.capacity_bytes = capacity_bytes
-        self.bytes_per_row = bytes_per_row
+        self.bytes_per_embed = bytes_per_embed
         self.used_bytes = 0
         # Lookups of items by sequences that need them; a hit is an item that is encoded, or scheduled to be.
         self.num_lookups = self.num_hits = 0
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._freed: list[bytes] = []
 
-    def fits(self, num_rows: int) -> bool:
+    def fits(self, num_embeds: int) -> bool:
         """Whether an item of so many rows could ever be held."""
-        return num_rows * self.bytes_per_row <= self.capacity_bytes
+        return num_embeds * self.bytes_per_embed <= self.capacity_bytes
 
     def is_encoded(self, digest: bytes) -> bool:
         entry = self._entries.get(digest)
         return entry is not None and entry.is_encoded
 
-    def acquire(self, digest: bytes, num_rows: int, user: User) -> bool:
+    def acquire(self, digest: bytes, num_embeds: int, user: User) -> bool:
         """Hold the item's rows, or the room for them, for `user`; False if there is no room."""
         entry = self._entries.get(digest)
         is_hit = entry is not None
         if entry is None:
-            entry = _Entry(num_rows * self.bytes_per_row)
+            entry = _Entry(num_embeds * self.bytes_per_embed)
             if not self._make_room(entry.num_bytes):
                 return False
             self._entries[digest] = entry

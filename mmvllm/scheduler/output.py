@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from mmvllm.inputs import MediaItem
 from mmvllm.lora.adapters import Adapter
-from mmvllm.scheduler.prompt_logprobs import LogprobReads
+from mmvllm.scheduler.prompt_logprobs import PromptLogprobs
 from mmvllm.scheduler.sequence import Sequence, SequenceStatus
 
 
@@ -15,7 +15,7 @@ class ScheduledChunk:
     Args:
         samples: whether they reach its last token, so that the next one is sampled.
         num_preemptions: of the sequence, when the chunk was scheduled.
-        reads: tokens whose hidden states are read, for the sequence's `PromptReads`.
+        prompt_tokens: tokens whose hidden states `seq.prompt_outputs` needs.
     """
 
     seq: Sequence
@@ -24,7 +24,7 @@ class ScheduledChunk:
     samples: bool
     num_preemptions: int
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
-    reads: range | None = None
+    prompt_tokens: range | None = None
 
     @property
     def is_current(self) -> bool:
@@ -34,7 +34,7 @@ class ScheduledChunk:
 
 
 @dataclass(slots=True)
-class Schedule:
+class SchedulerOutput:
     """Items to encode, then chunks to compute."""
 
     decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
@@ -65,8 +65,8 @@ class Schedule:
         ]
 
     @property
-    def read_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
+    def prompt_output_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
         """The chunks whose log-probabilities are read, and those whose hidden states are summed."""
-        chunks = [chunk for chunk in self.prefills if chunk.reads is not None]
-        with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.reads, LogprobReads)]
-        return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.reads, LogprobReads)]
+        chunks = [chunk for chunk in self.prefills if chunk.prompt_tokens is not None]
+        with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.prompt_outputs, PromptLogprobs)]
+        return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.prompt_outputs, PromptLogprobs)]

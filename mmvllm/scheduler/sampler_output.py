@@ -17,8 +17,8 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Of a run of rows, each with a target token and its k most likely tokens."""
+class LogprobsLists:
+    """Log-probabilities of a run of target tokens, with their ranks and the k most likely tokens beside each."""
 
     logprobs: list[float]
     ranks: list[int]
@@ -27,23 +27,24 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """One token for each row of logits.
+class SamplerOutput:
+    """The tokens sampled in one step, one per row of logits.
 
     Args:
-        token_ids: -1 where the logits allow none.
-        logprobs: by place in `token_ids`, of the requests that asked for them.
-        errors: why there is no token, by place, where more is known than that there is none.
-        candidates: by place in `token_ids`, of beams, to which their tokens do not apply; none where the logits allow
-            none.
-        reads: of the chunks in `Schedule.read_chunks`: log-probabilities of rows, or a sum of hidden states (C,).
+        token_ids: -1 where no token can follow.
+        logprobs: by index into `token_ids`, for requests that asked for log-probabilities.
+        errors: by index into `token_ids`, the reason why no token can follow, where one is known.
+        candidates: by index into `token_ids`, the candidates of beams, whose sampled tokens are ignored; empty where no
+            token can follow.
+        prompt_outputs: for each chunk in `SchedulerOutput.prompt_output_chunks`, the log-probabilities of its tokens or
+            the sum of its hidden states (C,).
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     errors: Mapping[int, RequestError] = field(default_factory=dict)
     candidates: Mapping[int, list[Candidate]] = field(default_factory=dict)
-    reads: Sequence[RowLogprobs | list[float]] = ()
+    prompt_outputs: Sequence[LogprobsLists | list[float]] = ()
 
 
 def token_logprobs(

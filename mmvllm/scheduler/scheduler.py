@@ -25,8 +25,8 @@ from mmvllm.lora.adapter_slots import AdapterSlots
 from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.output import Schedule, ScheduledChunk
-from mmvllm.scheduler.sampler_output import SampledTokens, TokenLogprobs
+from mmvllm.scheduler.output import ScheduledChunk, SchedulerOutput
+from mmvllm.scheduler.sampler_output import SamplerOutput, TokenLogprobs
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
 _NO_COPIES: list[tuple[int, int]] = []
@@ -34,7 +34,7 @@ _NO_TOKEN = "no token can follow: the model's logits are not numbers, or every t
 RECOVERY_STEPS = 32  # after this many, one more sequence may run, where a step had run out of memory
 
 
-class _Allotment(Enum):
+class _ScheduleResult(Enum):
     """What became of a sequence in a step."""
 
     SCHEDULED = auto()
@@ -77,7 +77,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists are kept in order of service
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._free_req_indices = list(reversed(range(max_num_seqs)))
         self._uncollected: dict[str, None] = {}  # requests of which a sequence has ended
         self._reduced_to, self._clean_steps = max_num_seqs, 0  # since a step last ran out of memory
 
@@ -99,18 +99,18 @@ class Scheduler:
     def is_finished(self) -> bool:
         return not self.groups
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         """Hand out the next step's tokens.
 
         Empty if nothing waits or runs, or if all that runs ends with the step in flight.
         """
         while True:
-            step = Schedule()
+            step = SchedulerOutput()
             seen = self._schedule_running(step)
-            preempted = _Allotment.OUT_OF_BLOCKS in seen
+            preempted = _ScheduleResult.OUT_OF_BLOCKS in seen
             # A sequence that was just preempted must not run again at once. One that runs and has no room for an item
             # would never get it, if others took what is given back: with steps ahead, some items are always in flight.
-            if not preempted and _Allotment.STALLED not in seen:
+            if not preempted and _ScheduleResult.STALLED not in seen:
                 self._schedule_waiting(step)
             if step.num_tokens:
                 step.freed_digests = self.encoder_cache.take_freed()
@@ -144,7 +144,7 @@ class Scheduler:
             f"{self.block_manager.num_free_blocks} of {self.block_manager.num_blocks} blocks free"
         )
 
-    def _schedule_running(self, step: Schedule) -> set[_Allotment]:
+    def _schedule_running(self, step: SchedulerOutput) -> set[_ScheduleResult]:
         """Schedule running sequences in order; preempt others where one is out of blocks. What became of them."""
         seen = set()
         for seq in list(self.running):
@@ -152,7 +152,7 @@ class Scheduler:
                 continue
             if seq.is_decoding and self._schedule_decode(step, seq):
                 continue
-            while (allotment := self._schedule_seq(step, seq)) is _Allotment.OUT_OF_BLOCKS:
+            while (result := self._schedule_seq(step, seq)) is _ScheduleResult.OUT_OF_BLOCKS:
                 assert len(self.running) > 1, f"sequence {seq.seq_id} needs more blocks than there are"
                 victim = self.running[-1]  # the last in order, so never one that this step has scheduled
                 if victim is seq:
@@ -160,18 +160,18 @@ class Scheduler:
                 if victim is seq and seq.is_decoding and seq.num_inflight_tokens:
                     # Without its token in flight it would need no more blocks than it gives back: it would start again
                     # at once, compute all again, and come here again.
-                    allotment = _Allotment.STALLED
+                    result = _ScheduleResult.STALLED
                     break
-                seen.add(allotment)
+                seen.add(result)
                 self.preempt(victim)
                 if victim is seq:
                     break
-            if seq.is_beam and allotment is _Allotment.SCHEDULED:
+            if seq.is_beam and result is _ScheduleResult.SCHEDULED:
                 step.started.append(seq)
-            seen.add(allotment)
+            seen.add(result)
         return seen
 
-    def _schedule_decode(self, step: Schedule, seq: Sequence) -> bool:
+    def _schedule_decode(self, step: SchedulerOutput, seq: Sequence) -> bool:
         """Schedule one token of a sequence that decodes, unless it needs a block: most sequences in most steps."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         # Its last block is its own: a completion that shares it, forked from it, has copied it in the step it started.
@@ -188,13 +188,13 @@ class Scheduler:
         """Whether token `start` is known, or in flight and to be computed before it is seen."""
         return start < seq.num_tokens or (start + 1 < seq.max_num_tokens and not seq.waits_for_tokens)
 
-    def _schedule_waiting(self, step: Schedule) -> None:
+    def _schedule_waiting(self, step: SchedulerOutput) -> None:
         while self.waiting and len(self.running) < self.seq_limit and step.num_tokens < self.max_num_batched_tokens:
             seq = self.waiting[0]
             if not self._acquire_slot(seq):
                 return  # one of those that run ends first; later requests do not overtake
             seq.num_computed_tokens = self._attach_blocks(seq)
-            if self._schedule_seq(step, seq) is not _Allotment.SCHEDULED:
+            if self._schedule_seq(step, seq) is not _ScheduleResult.SCHEDULED:
                 self._release(seq)  # no room yet; later requests do not overtake
                 return
             if seq.first_scheduled_time is None:
@@ -206,7 +206,7 @@ class Scheduler:
             del self.waiting[0]
             insort(self.running, seq)
             seq.status, seq.finish_reason = SequenceStatus.RUNNING, None
-            seq.row = self._free_rows.pop()
+            seq.req_index = self._free_req_indices.pop()
             step.started.append(seq)
 
     def _acquire_slot(self, seq: Sequence) -> bool:
@@ -232,22 +232,22 @@ class Scheduler:
         self.block_manager.free(seq)
         return self.block_manager.fork(parent, seq, computed)
 
-    def _schedule_seq(self, step: Schedule, seq: Sequence) -> _Allotment:
+    def _schedule_seq(self, step: SchedulerOutput, seq: Sequence) -> _ScheduleResult:
         """Schedule as many of a sequence's tokens as the budgets allow."""
         start = seq.num_computed_tokens + seq.num_inflight_tokens
         known = max(seq.num_tokens, start + 1)  # with the token in flight, if all before it are computed
         if not self._may_follow(seq, start):
-            return _Allotment.COMPLETE
+            return _ScheduleResult.COMPLETE
         end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
         end, new_items = self._acquire_items(step, seq, start, end)
         if end <= start:  # patches do not keep the first item of a step from being encoded
-            return _Allotment.OUT_OF_BUDGET if step.num_patches else _Allotment.STALLED
+            return _ScheduleResult.OUT_OF_BUDGET if step.num_patches else _ScheduleResult.STALLED
         copies = self.block_manager.allocate(seq, end - start)
         if copies is None:
-            return _Allotment.OUT_OF_BLOCKS
+            return _ScheduleResult.OUT_OF_BLOCKS
         samples = end == known and end < seq.max_num_tokens  # else nothing is generated: the prompt is what is wanted
-        reads = None if seq.reads is None else seq.reads.rows_in(start, end)
-        chunk = ScheduledChunk(seq, start, end, samples, seq.num_preemptions, copies, reads)
+        prompt_tokens = None if seq.prompt_outputs is None else seq.prompt_outputs.tokens_in(start, end)
+        chunk = ScheduledChunk(seq, start, end, samples, seq.num_preemptions, copies, prompt_tokens)
         (step.decodes if seq.is_decoding else step.prefills).append(chunk)
         seq.num_inflight_tokens += end - start
         seq.is_decoding = chunk.samples
@@ -257,9 +257,11 @@ class Scheduler:
         if seq.adapter is not None and seq.adapter.adapts_vision:
             step.item_slots |= dict.fromkeys(new_items, seq.adapter_slot)
         self.encoder_cache.mark_encoded(new_items)  # before any later step reads their rows
-        return _Allotment.SCHEDULED
+        return _ScheduleResult.SCHEDULED
 
-    def _acquire_items(self, step: Schedule, seq: Sequence, start: int, end: int) -> tuple[int, dict[bytes, MediaItem]]:
+    def _acquire_items(
+        self, step: SchedulerOutput, seq: Sequence, start: int, end: int
+    ) -> tuple[int, dict[bytes, MediaItem]]:
         """Hold the items that tokens [start, end) touch.
 
         Returns the end, moved before the first item that has no room, and the items that are to be encoded.
@@ -309,7 +311,7 @@ class Scheduler:
         self.preempt_all()
         self._reduced_to, self._clean_steps = num_seqs // 2, 0
 
-    def postprocess(self, step: Schedule, sampled: SampledTokens) -> list[SequenceGroup]:
+    def postprocess(self, step: SchedulerOutput, sampled: SamplerOutput) -> list[SequenceGroup]:
         """Commit a step that has run: tokens computed, tokens sampled; return the requests that finished.
 
         `sampled` has one token per chunk with `samples`, in the order of `step.chunks`.
@@ -317,7 +319,7 @@ class Scheduler:
         tokens, at = sampled.token_ids, 0
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
         self._clean_steps += bool(tokens)
-        if sampled.reads:
+        if sampled.prompt_outputs:
             self._commit_reads(step, sampled)
         caches_prefixes, block_size = self.block_manager.enable_prefix_caching, self.block_manager.block_size
         for chunk in step.chunks:
@@ -340,10 +342,12 @@ class Scheduler:
             at += chunk.samples
         return self._collect()
 
-    def _commit_reads(self, step: Schedule, sampled: SampledTokens) -> None:
-        with_logprobs, pooled = step.read_chunks
-        for chunk, found in zip(with_logprobs + pooled, sampled.reads, strict=True):
-            if chunk.is_current and not chunk.seq.reads.commit(chunk.reads, found, chunk.seq.token_ids):
+    def _commit_reads(self, step: SchedulerOutput, sampled: SamplerOutput) -> None:
+        with_logprobs, pooled = step.prompt_output_chunks
+        for chunk, found in zip(with_logprobs + pooled, sampled.prompt_outputs, strict=True):
+            if chunk.is_current and not chunk.seq.prompt_outputs.commit(
+                chunk.prompt_tokens, found, chunk.seq.token_ids
+            ):
                 error = "the model's hidden states or logits are not numbers"
                 self._end(self.groups[chunk.seq.request_id], FinishReason.ERROR, error)
 
@@ -410,8 +414,10 @@ class Scheduler:
         """Assert that blocks and items are held by exactly the running sequences."""
         assert self.running == sorted(self.running) and self.waiting == sorted(self.waiting)
         assert not any(seq.block_table or seq.num_inflight_tokens for seq in self.waiting)
-        rows = [seq.row for seq in self.running]
-        assert sorted([*rows, *self._free_rows]) == list(range(self.max_num_seqs)), f"rows in use: {rows}"
+        used = [seq.req_index for seq in self.running]
+        assert sorted([*used, *self._free_req_indices]) == list(range(self.max_num_seqs)), (
+            f"request indices in use: {used}"
+        )
         self.block_manager.check(self.running)
         self.adapter_slots.check({seq.seq_id: seq.adapter_slot for seq in self.running if seq.adapter is not None})
         users = set()
@@ -453,6 +459,6 @@ class Scheduler:
         if seq.adapter_slot is not None:
             self.adapter_slots.release(seq.adapter, seq.seq_id)
             seq.adapter_slot = None
-        if seq.row is not None:
-            self._free_rows.append(seq.row)
-            seq.row = None
+        if seq.req_index is not None:
+            self._free_req_indices.append(seq.req_index)
+            seq.req_index = None

@@ -22,7 +22,7 @@ from mmvllm.scheduler.beams import Beams
 if TYPE_CHECKING:
     from mmvllm.lora.adapters import Adapter
     from mmvllm.scheduler.detokenizer import CompletionText
-    from mmvllm.scheduler.prompt_logprobs import PromptReads
+    from mmvllm.scheduler.prompt_logprobs import PromptOutputs
     from mmvllm.utils.stopwatch import Encoding
 
 
@@ -88,7 +88,7 @@ class Sequence:
         completion_text: "CompletionText | None" = None,
         constraints: tuple[Constraint, ...] = (),
         waits_for_tokens: bool = False,
-        reads: "PromptReads | None" = None,
+        prompt_outputs: "PromptOutputs | None" = None,
         adapter: "Adapter | None" = None,
     ):
         """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
@@ -104,7 +104,7 @@ class Sequence:
         self.constraints = constraints
         self.is_beam = sampling_params.beam_width is not None  # the search may give it the tokens of another beam
         self.waits_for_tokens = waits_for_tokens or self.is_beam  # what may follow depends on all tokens before it
-        self.reads = reads  # what is wanted of the prompt's hidden states, and what of it there is
+        self.prompt_outputs = prompt_outputs  # what is wanted of the prompt's hidden states, and what of it there is
 
         self.adapter = adapter
         self.token_ids = list(token_ids)
@@ -123,7 +123,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0  # computed by steps that were launched and are not committed yet
         self.is_decoding = False  # whether all that it computes, while it runs, are tokens sampled since it began to
-        self.row: int | None = None  # of the arrays of running sequences
+        self.req_index: int | None = None  # of the arrays of running sequences
         self.adapter_slot: int | None = None  # while it runs, if it has an adapter
         self._num_cached_tokens = 0
         self.num_preemptions = 0
@@ -244,7 +244,11 @@ class Sequence:
         The last one is, for its logits, and so are those whose hidden states are still to be read.
         """
         last = self.num_tokens - 1
-        return last if self.reads is None or self.reads.is_complete else min(last, self.reads.next_row)
+        return (
+            last
+            if self.prompt_outputs is None or self.prompt_outputs.is_complete
+            else min(last, self.prompt_outputs.next_token)
+        )
 
     @property
     def num_cached_blocks(self) -> int:

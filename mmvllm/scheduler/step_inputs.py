@@ -1,6 +1,7 @@
-"""What the device needs to be told for one step, as host arrays: a schedule, packed.
+"""Packs a `SchedulerOutput` into the host arrays that one step copies to the device.
 
-Of a sequence that decodes the device has the rest (`DeviceRows`), so three numbers are enough, whatever its length.
+The device keeps the state of running sequences (`InputBatch`), so a sequence that decodes needs three numbers, whatever
+its length.
 """
 
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ import numpy as np
 
 from mmvllm.inputs import MediaItem
 from mmvllm.lora.adapters import Adapter
-from mmvllm.scheduler.output import Schedule, ScheduledChunk
+from mmvllm.scheduler.output import ScheduledChunk, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class RowSpan:
-    """Rows [first, last) of an encoded item, needed in this step."""
+class EmbedSlice:
+    """Embeddings [first, last) of one encoded item, spliced in during this step."""
 
     digest: bytes
     first: int
@@ -31,25 +32,25 @@ class Prefills:
     query_lens: np.ndarray  # (F,) int32
     kv_lens: np.ndarray  # (F,) int32
     samples: np.ndarray  # (F,) bool, whether a token follows the chunk's last one: not in an unfinished prompt
-    rows: np.ndarray  # (F,) int64
+    req_indices: np.ndarray  # (F,) int64, indices into `InputBatch`
     position_deltas: np.ndarray  # (F,) int64
-    blocks: np.ndarray  # (3, B) int64, of all sequences: row, place in the row, block
-    image_at: np.ndarray  # (M,) int64, which of the P tokens each image row replaces
-    row_spans: tuple[RowSpan, ...]  # where the M image rows come from
+    blocks: np.ndarray  # (3, B) int64, of all sequences: request index, position in its block table, block
+    mm_token_indices: np.ndarray  # (M,) int64, which of the P tokens each embedding replaces
+    embed_slices: tuple[EmbedSlice, ...]  # where the M embeddings come from
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """Q tokens of prefills whose hidden states are read, chunk by chunk.
+class PromptOutputTokens:
+    """Q prefill tokens whose hidden states are used, chunk by chunk.
 
-    Log-probabilities are computed of the first L of them; each run of the others is summed.
+    The first L give prompt log-probabilities; the hidden states of each remaining chunk are summed for pooling.
     """
 
-    at: np.ndarray  # (Q,) int64, which of the P tokens of `Prefills`
+    token_indices: np.ndarray  # (Q,) int64, which of the P tokens of `Prefills`
     targets: np.ndarray  # (L,) int64, the token that follows
-    number: int  # of most likely tokens that are wanted with each target
-    logprob_lens: tuple[int, ...]  # tokens of each chunk, L together
-    pooled_lens: tuple[int, ...]  # of each other chunk
+    number: int  # of most likely tokens to return with each target
+    logprob_lens: tuple[int, ...]  # tokens of each chunk with log-probabilities, L in total
+    pooled_lens: tuple[int, ...]  # tokens of each pooled chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,18 @@ class AdapterTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step: D sequences that decode, then F prefills."""
+    """Inputs of one step: D sequences that decode, then F prefills."""
 
-    decodes: np.ndarray  # (3, D) int32: row, KV length with the token that is computed, last block
+    decodes: np.ndarray  # (3, D) int32: request index, KV length including the computed token, last block
     prefills: Prefills | None  # None where all sequences decode
-    samples: np.ndarray  # (2, R) int32, of the sequences that want a token: rows, and how many tokens come before it
+    samples: np.ndarray  # (2, R) int32, of the sampled sequences: request index, and number of preceding tokens
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
-    new_items: tuple[MediaItem, ...]  # to encode in this step
+    new_items: tuple[MediaItem, ...]  # items to encode in this step
     encoders: tuple[int, ...]  # the rank that encodes each of them
-    freed_digests: tuple[bytes, ...]  # items whose rows the encoder cache has dropped since the last step
-    reads: Reads | None = None  # None where nothing is read, as in all steps without prefills
-    item_slots: tuple[int | None, ...] = ()  # of the adapters that new items go through, if any do
-    new_adapters: tuple[tuple[int, Adapter], ...] = ()  # slots that are written before anything is computed
+    freed_digests: tuple[bytes, ...]  # items that the encoder cache has evicted since the last step
+    prompt_outputs: PromptOutputTokens | None = None  # None if no hidden states are used
+    item_slots: tuple[int | None, ...] = ()  # adapter slot of each new item, if any item has one
+    new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) pairs, written before the step computes
     adapters: AdapterTokens | None = None  # None where no sequence uses one
 
     @property
@@ -90,19 +91,19 @@ class StepInputs:
 
     @property
     def num_seqs(self) -> int:
-        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.rows))
+        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.req_indices))
 
 
-def pack_step(step: Schedule, num_ranks: int = 1, num_slots: int = 0) -> StepInputs:
-    """Pack a schedule; its new items are dealt out over ranks. There are so many slots for adapters."""
-    rows = [chunk.seq.row for chunk in step.decodes]
+def pack_step(step: SchedulerOutput, num_ranks: int = 1, num_slots: int = 0) -> StepInputs:
+    """Pack a step for `num_ranks` ranks, which share the new items, and `num_slots` adapter slots."""
+    req_indices = [chunk.seq.req_index for chunk in step.decodes]
     ends = [chunk.end for chunk in step.decodes]
     last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
-    decodes = np.array([rows, ends, last_blocks], dtype=np.int32)
+    decodes = np.array([req_indices, ends, last_blocks], dtype=np.int32)
     prefills = _pack_prefills(step.prefills) if step.prefills else None
     samples = decodes[:2]
     if prefills is not None:
-        of_prefills = np.stack([prefills.rows, prefills.kv_lens])[:, prefills.samples]
+        of_prefills = np.stack([prefills.req_indices, prefills.kv_lens])[:, prefills.samples]
         samples = np.concatenate([samples, of_prefills], axis=1, dtype=np.int32)
     new_items = tuple(step.items_to_encode.values())
     return StepInputs(
@@ -113,32 +114,32 @@ def pack_step(step: Schedule, num_ranks: int = 1, num_slots: int = 0) -> StepInp
         new_items=new_items,
         encoders=_deal([item.num_patches for item in new_items], num_ranks),
         freed_digests=step.freed_digests,
-        reads=_pack_reads(step) if prefills is not None else None,
+        prompt_outputs=_prompt_output_tokens(step) if prefills is not None else None,
         item_slots=tuple(map(step.item_slots.get, step.items_to_encode)) if step.item_slots else (),
         new_adapters=step.new_adapters,
         adapters=_adapter_tokens(step, num_slots) if num_slots else None,
     )
 
 
-def _pack_reads(step: Schedule) -> Reads | None:
-    with_logprobs, pooled = step.read_chunks
+def _prompt_output_tokens(step: SchedulerOutput) -> PromptOutputTokens | None:
+    with_logprobs, pooled = step.prompt_output_chunks
     if not with_logprobs and not pooled:
         return None
     ends = np.cumsum([chunk.end - chunk.start for chunk in step.prefills])
     shifts = {id(chunk): end - chunk.end for chunk, end in zip(step.prefills, ends, strict=True)}
-    at = [np.arange(chunk.reads.start, chunk.reads.stop) + shifts[id(chunk)] for chunk in with_logprobs + pooled]
-    targets = [chunk.seq.token_ids[chunk.reads.start + 1 : chunk.reads.stop + 1] for chunk in with_logprobs]
-    return Reads(
-        at=np.concatenate(at),
-        targets=np.array([token_id for own in targets for token_id in own], dtype=np.int64),
-        number=max((chunk.seq.reads.number for chunk in with_logprobs), default=0),
-        logprob_lens=tuple(len(chunk.reads) for chunk in with_logprobs),
-        pooled_lens=tuple(len(chunk.reads) for chunk in pooled),
+    indices = [np.array(chunk.prompt_tokens) + shifts[id(chunk)] for chunk in with_logprobs + pooled]
+    targets = [chunk.seq.token_ids[i + 1] for chunk in with_logprobs for i in chunk.prompt_tokens]
+    return PromptOutputTokens(
+        token_indices=np.concatenate(indices),
+        targets=np.array(targets, dtype=np.int64),
+        number=max((chunk.seq.prompt_outputs.number for chunk in with_logprobs), default=0),
+        logprob_lens=tuple(len(chunk.prompt_tokens) for chunk in with_logprobs),
+        pooled_lens=tuple(len(chunk.prompt_tokens) for chunk in pooled),
     )
 
 
-def _adapter_tokens(step: Schedule, num_slots: int) -> AdapterTokens | None:
-    """The tokens of each slot, in the order in which the chunks are packed."""
+def _adapter_tokens(step: SchedulerOutput, num_slots: int) -> AdapterTokens | None:
+    """Sort the packed tokens by adapter slot; None if no sequence has an adapter."""
     chunks = step.chunks
     slots = [-1 if chunk.seq.adapter_slot is None else chunk.seq.adapter_slot for chunk in chunks]
     if max(slots) < 0:
@@ -151,7 +152,7 @@ def _adapter_tokens(step: Schedule, num_slots: int) -> AdapterTokens | None:
 
 
 def _deal(num_patches: list[int], num_ranks: int) -> tuple[int, ...]:
-    """A rank for each item, the largest items first, each to the rank that has the fewest patches."""
+    """Assign items to ranks, largest first, each to the rank with the fewest patches so far."""
     ranks, totals = [0] * len(num_patches), [0] * num_ranks
     for i in sorted(range(len(num_patches)), key=num_patches.__getitem__, reverse=True):
         ranks[i] = totals.index(min(totals))
@@ -161,7 +162,7 @@ def _deal(num_patches: list[int], num_ranks: int) -> tuple[int, ...]:
 
 def _pack_prefills(chunks: list[ScheduledChunk]) -> Prefills:
     query_lens = np.array([chunk.end - chunk.start for chunk in chunks], dtype=np.int32)
-    image_at, row_spans = _row_spans(chunks, np.cumsum(query_lens) - query_lens)
+    mm_token_indices, embed_slices = _embed_slices(chunks, np.cumsum(query_lens) - query_lens)
     return Prefills(
         input_ids=np.concatenate([np.array(chunk.seq.token_ids[chunk.start : chunk.end]) for chunk in chunks]),
         positions=np.concatenate([chunk.seq.positions_of(chunk.start, chunk.end) for chunk in chunks], axis=1),
@@ -169,11 +170,11 @@ def _pack_prefills(chunks: list[ScheduledChunk]) -> Prefills:
         query_lens=query_lens,
         kv_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
         samples=np.array([chunk.samples for chunk in chunks]),
-        rows=np.array([chunk.seq.row for chunk in chunks]),
+        req_indices=np.array([chunk.seq.req_index for chunk in chunks]),
         position_deltas=np.array([chunk.seq.mrope_position_delta for chunk in chunks]),
-        blocks=np.concatenate([_blocks(chunk.seq.row, chunk.seq.block_table) for chunk in chunks], axis=1),
-        image_at=image_at,
-        row_spans=row_spans,
+        blocks=np.concatenate([_blocks(chunk.seq.req_index, chunk.seq.block_table) for chunk in chunks], axis=1),
+        mm_token_indices=mm_token_indices,
+        embed_slices=embed_slices,
     )
 
 
@@ -183,17 +184,17 @@ def _slots(chunk: ScheduledChunk) -> np.ndarray:
     return np.array(chunk.seq.block_table[first:])[tokens // block_size - first] * block_size + tokens % block_size
 
 
-def _blocks(row: int, block_table: list[int]) -> np.ndarray:
-    return np.stack([np.full(len(block_table), row), np.arange(len(block_table)), np.array(block_table)])
+def _blocks(req_index: int, block_table: list[int]) -> np.ndarray:
+    return np.stack([np.full(len(block_table), req_index), np.arange(len(block_table)), np.array(block_table)])
 
 
-def _row_spans(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.ndarray, tuple[RowSpan, ...]]:
-    """The part of each item that lies inside its chunk: where its rows go among the tokens, and which they are."""
+def _embed_slices(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.ndarray, tuple[EmbedSlice, ...]]:
+    """The embeddings of each item that fall inside its chunk: their token indices, and their slices."""
     at, spans = [np.empty(0, dtype=np.int64)], []
     for begin, chunk in zip(starts, chunks, strict=True):
         for i in chunk.seq.items_in(chunk.start, chunk.end):
             item = chunk.seq.items[i]
-            first, last = item.rows_in(chunk.start, chunk.end)
+            first, last = item.embeds_in(chunk.start, chunk.end)
             at.append(np.arange(first, last) + item.offset - chunk.start + begin)
-            spans.append(RowSpan(item.digest, first, last))
+            spans.append(EmbedSlice(item.digest, first, last))
     return np.concatenate(at), tuple(spans)

@@ -35,7 +35,7 @@ class CopyStream:
         x.record_stream(current)  # else its memory is given to the next copy while the current stream still reads it
 
 
-class Uploader:
+class H2DCopier:
     """Brings tensors of one step to a device as one tensor.
 
     Args:
@@ -45,7 +45,7 @@ class Uploader:
     def __init__(self, device: torch.device, stream: CopyStream | None = None):
         self._device, self._stream = device, stream
 
-    def rows(self, tensors: Sequence[Tensor]) -> Tensor:
+    def concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors (P, D) of one dtype, all on the host or all on the device -> all rows, contiguous, on the device."""
         if self._stream is None or tensors[0].device.type != "cpu":
             return (torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()).to(self._device)
@@ -58,7 +58,7 @@ class Uploader:
         return out
 
 
-def copy_together(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
+def copy_packed(arrays: Sequence[np.ndarray], device: torch.device, into: Tensor | None = None) -> list[Tensor]:
     """Copy host arrays of int32 and int64 in one transfer, without waiting; on a CPU they share the arrays' memory.
 
     With `into` (bytes,) uint8 on the device, large enough, the copies are views of its first bytes.
@@ -82,7 +82,7 @@ def _views(buffer: Tensor, arrays: Sequence[np.ndarray], ends: list[int]) -> lis
     ]
 
 
-class HostCopy:
+class AsyncD2H:
     """Copies to the host; `lists` waits for these copies alone, not for work submitted to the device later."""
 
     def __init__(self, *tensors: Tensor):

@@ -13,7 +13,7 @@ from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.worker.cuda_graphs import Graphs
-from mmvllm.worker.input_batch import DeviceRows
+from mmvllm.worker.input_batch import InputBatch
 
 LARGEST = 256  # sequences; beyond, launching takes a small part of a step
 
@@ -38,15 +38,15 @@ class DecodeGraphs:
         graphs: Graphs,
         model: Model,
         kv_cache: KVCache,
-        rows: DeviceRows,
+        input_batch: InputBatch,
         logits: Tensor,
         max_num_seqs: int,
         max_model_len: int,
     ):
         self.sizes = graph_sizes(max_num_seqs)
-        self._model, self._kv_cache, self._rows, self._logits = model, kv_cache, rows, logits
+        self._model, self._kv_cache, self._input_batch, self._logits = model, kv_cache, input_batch, logits
         self._max_model_len = max_model_len
-        self._no_rows = logits.new_empty(0, model.config.row_size)
+        self._no_embeds = logits.new_empty(0, model.config.mm_embed_size)
         self._decodes = torch.empty(3 * self.sizes[-1], dtype=torch.int32, device=kv_cache.device)
         self._replays = {}
         for size in tqdm(self.sizes[::-1], "CUDA graphs of decode steps", disable=None, leave=False):
@@ -57,7 +57,7 @@ class DecodeGraphs:
         """Whether every sequence of the step decodes, and there are not too many."""
         return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
 
-    def run(self, inputs: StepInputs, media_rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: StepInputs, mm_embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (D, V) and `StepInputs.samples` on the device, valid until the next run; there are no media rows."""
         D = inputs.num_decodes
         size = self.sizes[bisect_left(self.sizes, D)]
@@ -67,8 +67,8 @@ class DecodeGraphs:
 
     def _compute(self, size: int) -> None:
         decodes = self._decodes[: 3 * size].view(3, size)
-        batch = self._rows.decode_batch(decodes, (self._max_model_len,) * size)
-        logits = self._model(batch, self._no_rows, self._kv_cache)
+        batch = self._input_batch.decode_batch(decodes, (self._max_model_len,) * size)
+        logits = self._model(batch, self._no_embeds, self._kv_cache)
         self._logits[:size, : logits.shape[1]] = logits
 
     def _fill(self, decodes: np.ndarray, size: int) -> None:
@@ -76,5 +76,5 @@ class DecodeGraphs:
         padded = torch.empty(3, size, dtype=torch.int32, pin_memory=self._decodes.is_cuda)
         D = decodes.shape[1]
         padded[:, :D] = torch.from_numpy(decodes)
-        padded[:, D:] = torch.tensor(self._rows.padding, dtype=torch.int32)[:, None]
+        padded[:, D:] = torch.tensor(self._input_batch.padding, dtype=torch.int32)[:, None]
         self._decodes[: 3 * size].view(3, size).copy_(padded, non_blocking=True)

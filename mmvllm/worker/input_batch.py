@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mmvllm.layers.batch import AdapterRows, Batch
 from mmvllm.scheduler.step_inputs import AdapterTokens, StepInputs
-from mmvllm.utils.transfer import copy_together
+from mmvllm.utils.transfer import copy_packed
 from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 
-class DeviceRows:
+class InputBatch:
     """Tensors that change in place; the last row is for padding.
 
     Args:
@@ -39,7 +39,7 @@ class DeviceRows:
         It reads nothing on the host but `context_lens`, upper limits of the KV lengths, and can be captured in a graph.
         """
         D = decodes.shape[1]
-        rows, input_ids, positions, slot_mapping = self._decode_tokens(decodes)
+        req_indices, input_ids, positions, slot_mapping = self._decode_tokens(decodes)
         return Batch(
             input_ids=input_ids,
             positions=positions,
@@ -47,9 +47,9 @@ class DeviceRows:
             cu_seqlens_q=self._counts[: D + 1],
             kv_lens=decodes[1],
             cu_seqlens_k=None,
-            block_table=self._block_tables(rows, max(context_lens)),
-            sample_at=self._places[:D],
-            image_at=self._places[:0],
+            block_table=self._block_tables(req_indices, max(context_lens)),
+            logits_indices=self._places[:D],
+            mm_token_indices=self._places[:0],
             query_lens=(1,) * D,
             context_lens=context_lens,
             num_decodes=D,
@@ -58,24 +58,24 @@ class DeviceRows:
     def batch(self, inputs: StepInputs) -> tuple[Batch, Tensor]:
         """The batch of a step, and its `samples` on the device; one copy to the device."""
         if inputs.prefills is None:
-            (decodes,) = copy_together([inputs.decodes], self.device)
+            (decodes,) = copy_packed([inputs.decodes], self.device)
             batch = self.decode_batch(decodes, tuple(inputs.decodes[1].tolist()))
             return self._with_adapters(batch, inputs.adapters), decodes[:2]
         step = MixedStep.of(inputs, inputs.prefills)
-        tensors = MixedTensors(*copy_together(step.arrays(), self.device))
-        self.enter(tensors)
+        tensors = MixedTensors(*copy_packed(step.arrays(), self.device))
+        self.add_prefills(tensors)
         batch = self.mixed_batch(tensors, tuple(step.query_lens.tolist()), tuple(step.kv_lens.tolist()))
         return self._with_adapters(batch, inputs.adapters), tensors.samples
 
     def _with_adapters(self, batch: Batch, adapters: AdapterTokens | None) -> Batch:
         if adapters is None:
             return batch
-        tokens, ends = copy_together([adapters.tokens, adapters.ends], self.device)
+        tokens, ends = copy_packed([adapters.tokens, adapters.ends], self.device)
         return replace(batch, adapters=AdapterRows(tokens, ends, adapters.slots))
 
-    def enter(self, new: MixedTensors) -> None:
+    def add_prefills(self, new: MixedTensors) -> None:
         """Keep what later steps need of the sequences of prefills; not captured: their number of blocks varies."""
-        self.position_deltas[new.rows] = new.position_deltas
+        self.position_deltas[new.req_indices] = new.position_deltas
         self.block_table[new.blocks[0], new.blocks[1]] = new.blocks[2].int()
 
     def mixed_batch(self, step: MixedTensors, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Batch:
@@ -84,7 +84,7 @@ class DeviceRows:
         It reads nothing on the host but `query_lens` and `context_lens`, and can be captured in a graph: there, they
         are upper limits of what follows the D sequences that decode.
         """
-        rows, *decoded = self._decode_tokens(step.decodes)
+        req_indices, *decoded = self._decode_tokens(step.decodes)
         return Batch(
             input_ids=torch.cat([decoded[0], step.input_ids]),
             positions=torch.cat([decoded[1], step.positions], dim=1),
@@ -92,9 +92,9 @@ class DeviceRows:
             cu_seqlens_q=step.cu_seqlens_q,
             kv_lens=step.kv_lens,
             cu_seqlens_k=step.cu_seqlens_k,
-            block_table=self._block_tables(torch.cat([rows, step.rows]), max(context_lens)),
-            sample_at=step.sample_at,
-            image_at=step.image_at,
+            block_table=self._block_tables(torch.cat([req_indices, step.req_indices]), max(context_lens)),
+            logits_indices=step.logits_indices,
+            mm_token_indices=step.mm_token_indices,
             query_lens=query_lens,
             context_lens=context_lens,
             num_decodes=step.decodes.shape[1],
@@ -102,12 +102,17 @@ class DeviceRows:
 
     def _decode_tokens(self, decodes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows, ids, positions (3, D) and slots of the tokens that sequences decode; their last blocks are kept."""
-        rows, kv_lens, last_blocks = decodes.long()
+        req_indices, kv_lens, last_blocks = decodes.long()
         at = kv_lens - 1
-        self.block_table[rows, at // self.block_size] = decodes[2]
-        positions = (at + self.position_deltas[rows]).repeat(3, 1)
-        return rows, self.last_tokens[rows], positions, last_blocks * self.block_size + at % self.block_size
+        self.block_table[req_indices, at // self.block_size] = decodes[2]
+        positions = (at + self.position_deltas[req_indices]).repeat(3, 1)
+        return (
+            req_indices,
+            self.last_tokens[req_indices],
+            positions,
+            last_blocks * self.block_size + at % self.block_size,
+        )
 
-    def _block_tables(self, rows: Tensor, max_kv_len: int) -> Tensor:
-        """(S, max_blocks) of the sequences in these rows."""
-        return self.block_table[:, : -(-max_kv_len // self.block_size)].index_select(0, rows)
+    def _block_tables(self, req_indices: Tensor, max_kv_len: int) -> Tensor:
+        """(S, max_blocks) of the sequences in these req_indices."""
+        return self.block_table[:, : -(-max_kv_len // self.block_size)].index_select(0, req_indices)

@@ -16,12 +16,14 @@ from mmvllm.utils.transfer import current_device
 from mmvllm.worker.checkpoint import Checkpoint
 from mmvllm.worker.memory import num_kv_blocks
 from mmvllm.worker.model_runner import ModelRunner
-from mmvllm.worker.worker_group import Peers
+from mmvllm.worker.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
-def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peers: Peers | None = None) -> ModelRunner:
+def load_runner(
+    checkpoint: Checkpoint, device: torch.device, ranks: Ranks, worker_group: WorkerGroup | None = None
+) -> ModelRunner:
     """Load what this rank has of the weights, and allocate its KV cache; all ranks do so at the same time.
 
     Raises ValueError for what cannot be served.
@@ -64,7 +66,7 @@ def load_runner(checkpoint: Checkpoint, device: torch.device, ranks: Ranks, peer
         attention=attention,
         use_graphs=use_graphs,
         ranks=ranks,
-        peers=peers,
+        worker_group=worker_group,
         adapters=adapters,
         kv_dtype=config.resolve_kv_dtype(dtype),
     )

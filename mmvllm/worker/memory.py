@@ -142,6 +142,6 @@ def _full_step(
     device = kv_cache.device
     batch = prompt_batch(num_tokens, num_logits, kv_cache.shape[3], device)
     if config.vision is not None:
-        batch = replace(batch, image_at=torch.arange(num_tokens, device=device))
-    media_rows = torch.zeros(len(batch.image_at), config.row_size, dtype=dtype, device=device)
-    return batch, media_rows, kv_cache
+        batch = replace(batch, mm_token_indices=torch.arange(num_tokens, device=device))
+    mm_embeds = torch.zeros(len(batch.mm_token_indices), config.mm_embed_size, dtype=dtype, device=device)
+    return batch, mm_embeds, kv_cache

@@ -16,9 +16,9 @@ from tqdm.auto import tqdm
 from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.scheduler.step_inputs import StepInputs
-from mmvllm.utils.transfer import copy_together
+from mmvllm.utils.transfer import copy_packed
 from mmvllm.worker.cuda_graphs import Graphs
-from mmvllm.worker.input_batch import DeviceRows
+from mmvllm.worker.input_batch import InputBatch
 from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 NUM_TOKENS = (128, 256, 512)  # of a step, padding included; launching takes a small part of larger ones
@@ -54,17 +54,17 @@ class MixedGraphs:
         graphs: Graphs,
         model: Model,
         kv_cache: KVCache,
-        rows: DeviceRows,
+        input_batch: InputBatch,
         logits: Tensor,
         max_num_seqs: int,
         max_model_len: int,
     ):
         self.sizes = step_sizes(max_num_seqs, max_model_len)
-        self._model, self._kv_cache, self._rows, self._logits = model, kv_cache, rows, logits
+        self._model, self._kv_cache, self._input_batch, self._logits = model, kv_cache, input_batch, logits
         self._max_model_len = max_model_len
         largest = max((size.num_tokens for size in self.sizes), default=0)
-        num_image_rows = largest if model.config.vision is not None else 0
-        self._media_rows = logits.new_zeros(num_image_rows, model.config.row_size)
+        num_mm_embeds = largest if model.config.vision is not None else 0
+        self._mm_embeds = logits.new_zeros(num_mm_embeds, model.config.mm_embed_size)
         self._inputs = self._make_inputs()
         self._replays, self._tensors = {}, {}
         for size in tqdm(self.sizes[::-1], "CUDA graphs of mixed steps", disable=None, leave=False):
@@ -75,22 +75,22 @@ class MixedGraphs:
         """Whether there is a prefill, and a graph with room for the step."""
         return inputs.prefills is not None and self._size(inputs) is not None
 
-    def run(self, inputs: StepInputs, media_rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: StepInputs, mm_embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (R, V) and `StepInputs.samples` on the device, valid until the next run.
 
-        media_rows, each (M, row_size), follow each other at `Prefills.image_at`.
+        mm_embeds, each (M, mm_embed_size), follow each other at `Prefills.mm_token_indices`.
         """
         size, step = self._size(inputs), MixedStep.of(inputs, inputs.prefills)
-        if media_rows:
-            torch.cat(media_rows, out=self._media_rows[: len(step.image_at)])
+        if mm_embeds:
+            torch.cat(mm_embeds, out=self._mm_embeds[: len(step.mm_token_indices)])
         self._fill(step, size)
-        self._rows.enter(self._tensors[size])
+        self._input_batch.add_prefills(self._tensors[size])
         self._replays[size]()
         R = step.samples.shape[1]
         return self._logits[:R], self._tensors[size].samples[:, :R]
 
     def _size(self, inputs: StepInputs) -> StepSize | None:
-        if len(inputs.prefills.rows) > MAX_PREFILLS:
+        if len(inputs.prefills.req_indices) > MAX_PREFILLS:
             return None
         D, P = inputs.num_decodes, len(inputs.prefills.input_ids)
         fitting = (size for size in self.sizes if size.num_decodes >= D and size.num_tokens - size.num_decodes > P)
@@ -99,40 +99,42 @@ class MixedGraphs:
     def _compute(self, size: StepSize) -> None:
         (N, D), tensors = size, self._tensors[size]
         query_lens = (*[1] * D, *[0] * MAX_PREFILLS, N - D)
-        batch = self._rows.mixed_batch(tensors, query_lens, (self._max_model_len,) * len(query_lens))
-        logits = self._model(batch, self._media_rows[: len(tensors.image_at)], self._kv_cache)
+        batch = self._input_batch.mixed_batch(tensors, query_lens, (self._max_model_len,) * len(query_lens))
+        logits = self._model(batch, self._mm_embeds[: len(tensors.mm_token_indices)], self._kv_cache)
         self._logits[: len(logits), : logits.shape[1]] = logits
 
     def _fill(self, step: MixedStep, size: StepSize) -> None:
         """Copy a step into the graph's input, with padding; only its blocks are not where they were before."""
         arrays = self._padded(step, size).arrays()
-        self._tensors[size] = MixedTensors(*copy_together(arrays, self._kv_cache.device, self._inputs))
+        self._tensors[size] = MixedTensors(*copy_packed(arrays, self._kv_cache.device, self._inputs))
 
     def _make_inputs(self) -> Tensor:
         """Bytes for the inputs of any step: of the size that needs most, which is not the last, with all blocks."""
         padded = (self._padded(_empty_step(), size).arrays() for size in self.sizes)
         num_bytes = max((sum(array.nbytes + 8 for array in arrays) for arrays in padded), default=0)
-        num_bytes += 3 * 8 * MAX_PREFILLS * self._rows.block_table.shape[1]
+        num_bytes += 3 * 8 * MAX_PREFILLS * self._input_batch.block_table.shape[1]
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_cache.device)
 
     def _padded(self, step: MixedStep, size: StepSize) -> MixedStep:
         """The step with as many tokens, sequences, image rows and logits as the graph has."""
-        (N, D), rows = size, self._rows
+        (N, D), input_batch = size, self._input_batch
         own, left = step.decodes.shape[1], N - D - len(step.input_ids)
-        row, _, scratch_block = rows.padding
-        decodes = _filled(step.decodes, D, np.array(rows.padding)[:, None])
-        slots = scratch_block * rows.block_size + np.arange(left) % rows.block_size
-        num_image_rows = N - D if len(self._media_rows) else 0
+        req_index, _, scratch_block = input_batch.padding
+        decodes = _filled(step.decodes, D, np.array(input_batch.padding)[:, None])
+        slots = scratch_block * input_batch.block_size + np.arange(left) % input_batch.block_size
+        num_mm_embeds = N - D if len(self._mm_embeds) else 0
         return MixedStep(
             decodes=decodes,
-            rows=_filled(step.rows, MAX_PREFILLS + 1, row),
+            req_indices=_filled(step.req_indices, MAX_PREFILLS + 1, req_index),
             position_deltas=_filled(step.position_deltas, MAX_PREFILLS + 1, 0),
             blocks=step.blocks,
             input_ids=_filled(step.input_ids, N - D, 0),
             positions=_filled(step.positions, N - D, 0),
             slot_mapping=np.concatenate([step.slot_mapping, slots]),
-            image_at=_filled(step.image_at + D - own, num_image_rows, N - 1),
-            sample_at=_filled(step.sample_at + (step.sample_at >= own) * (D - own), D + MAX_PREFILLS, N - 1),
+            mm_token_indices=_filled(step.mm_token_indices + D - own, num_mm_embeds, N - 1),
+            logits_indices=_filled(
+                step.logits_indices + (step.logits_indices >= own) * (D - own), D + MAX_PREFILLS, N - 1
+            ),
             samples=_filled(step.samples, D + MAX_PREFILLS, 0),
             query_lens=_lens(np.ones(D), step.query_lens[own:], left),
             kv_lens=_lens(decodes[1], step.kv_lens[own:], left),
@@ -141,8 +143,14 @@ class MixedGraphs:
 
 def _empty_step() -> MixedStep:
     none, none3 = np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.int64)
-    tokens = {"input_ids": none, "positions": none3, "slot_mapping": none, "image_at": none, "sample_at": none}
-    sequences = {"rows": none, "position_deltas": none, "blocks": none3, "query_lens": none, "kv_lens": none}
+    tokens = {
+        "input_ids": none,
+        "positions": none3,
+        "slot_mapping": none,
+        "mm_token_indices": none,
+        "logits_indices": none,
+    }
+    sequences = {"req_indices": none, "position_deltas": none, "blocks": none3, "query_lens": none, "kv_lens": none}
     return MixedStep(decodes=none3.astype(np.int32), samples=np.empty((2, 0), dtype=np.int32), **tokens, **sequences)
 
 

@@ -13,13 +13,13 @@ class MixedTensors(NamedTuple):
     """The arrays of a `MixedStep` on the device; `blocks`, whose size depends on contexts, is the last."""
 
     decodes: Tensor
-    rows: Tensor
+    req_indices: Tensor
     position_deltas: Tensor
     input_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    image_at: Tensor
-    sample_at: Tensor
+    mm_token_indices: Tensor
+    logits_indices: Tensor
     samples: Tensor
     kv_lens: Tensor
     cu_seqlens_q: Tensor  # (D + F + 1,) int32, running sums of lengths
@@ -32,14 +32,14 @@ class MixedStep:
     """D sequences that decode, then P tokens of F prefills, with M image rows; R sequences want a token."""
 
     decodes: np.ndarray  # (3, D) int32, as in `StepInputs`
-    rows: np.ndarray  # (F,) int64, and so on as in `Prefills`
+    req_indices: np.ndarray  # (F,) int64, and so on as in `Prefills`
     position_deltas: np.ndarray  # (F,) int64
     blocks: np.ndarray  # (3, B) int64
     input_ids: np.ndarray  # (P,) int64
     positions: np.ndarray  # (3, P) int64
     slot_mapping: np.ndarray  # (P,) int64
-    image_at: np.ndarray  # (M,) int64, among the D + P tokens
-    sample_at: np.ndarray  # (R + Q,) int64, among the D + P tokens: those of `samples`, then those that are read
+    mm_token_indices: np.ndarray  # (M,) int64, among the D + P tokens
+    logits_indices: np.ndarray  # (R + Q,) int64, among the D + P tokens: those of `samples`, then those that are read
     samples: np.ndarray  # (2, R) int32
     query_lens: np.ndarray  # (D + F,) int32
     kv_lens: np.ndarray  # (D + F,) int32
@@ -50,17 +50,19 @@ class MixedStep:
         D = inputs.num_decodes
         query_lens = np.concatenate([np.ones(D, dtype=np.int32), new.query_lens])
         wants_token = np.concatenate([np.ones(D, dtype=bool), new.samples])
-        sample_at = query_lens.cumsum()[wants_token] - 1
+        logits_indices = query_lens.cumsum()[wants_token] - 1
         return cls(
             decodes=inputs.decodes,
-            rows=new.rows,
+            req_indices=new.req_indices,
             position_deltas=new.position_deltas,
             blocks=new.blocks,
             input_ids=new.input_ids,
             positions=new.positions,
             slot_mapping=new.slot_mapping,
-            image_at=new.image_at + D,
-            sample_at=sample_at if inputs.reads is None else np.concatenate([sample_at, inputs.reads.at + D]),
+            mm_token_indices=new.mm_token_indices + D,
+            logits_indices=logits_indices
+            if inputs.prompt_outputs is None
+            else np.concatenate([logits_indices, inputs.prompt_outputs.token_indices + D]),
             samples=inputs.samples,
             query_lens=query_lens,
             kv_lens=np.concatenate([inputs.decodes[1], new.kv_lens]),
@@ -70,13 +72,13 @@ class MixedStep:
         """What the device needs, still on the host."""
         return MixedTensors(
             decodes=self.decodes,
-            rows=self.rows,
+            req_indices=self.req_indices,
             position_deltas=self.position_deltas,
             input_ids=self.input_ids,
             positions=self.positions,
             slot_mapping=self.slot_mapping,
-            image_at=self.image_at,
-            sample_at=self.sample_at,
+            mm_token_indices=self.mm_token_indices,
+            logits_indices=self.logits_indices,
             samples=self.samples,
             kv_lens=self.kv_lens,
             cu_seqlens_q=_running_sum(self.query_lens),

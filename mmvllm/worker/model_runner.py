@@ -17,17 +17,17 @@ from mmvllm.models.interface import Model
 from mmvllm.processes.ranks import SINGLE, Operation, Ranks
 from mmvllm.processors.images.processor import ImageProcessorConfig
 from mmvllm.processors.videos.processor import VideoProcessorConfig
-from mmvllm.sampling.prompt_logprobs import Reading, slice_sizes, take_part
+from mmvllm.sampling.prompt_logprobs import PromptOutputComputation, compute_logits_part, slice_sizes
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.stopwatch import Stopwatch
-from mmvllm.utils.transfer import CopyStream, Uploader, current_device, to_device
+from mmvllm.utils.transfer import CopyStream, H2DCopier, current_device, to_device
 from mmvllm.worker.cuda_graphs import Graphs
 from mmvllm.worker.decode_graphs import DecodeGraphs
-from mmvllm.worker.input_batch import DeviceRows
+from mmvllm.worker.input_batch import InputBatch
 from mmvllm.worker.memory import empty_kv_cache, num_graph_logits
 from mmvllm.worker.mixed_graphs import MixedGraphs
 from mmvllm.worker.vision_graphs import VisionGraphs
-from mmvllm.worker.worker_group import Peers
+from mmvllm.worker.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class ModelRunner:
         max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
         attention: the decoder's backend.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
-        peers: what rank 0 lets run the same steps.
+        worker_group: what rank 0 lets run the same steps.
         adapters: the slots for adapters of requests; None where these may have none.
         kv_dtype: what keys and values are stored in; by default `dtype`.
     """
@@ -62,28 +62,30 @@ class ModelRunner:
         attention: type[AttentionBackend],
         use_graphs: bool = False,
         ranks: Ranks = SINGLE,
-        peers: Peers | None = None,
+        worker_group: WorkerGroup | None = None,
         adapters: DeviceAdapters | None = None,
         kv_dtype: torch.dtype | None = None,
     ):
         self.model, self.model_config = model, model.config
         self.device, self.dtype, self.attention, self.ranks = device, dtype, attention, ranks
         self.max_model_len = max_model_len
-        self.peers, self.adapters = peers or Peers(), adapters
+        self.worker_group, self.adapters = worker_group or WorkerGroup(), adapters
         configs = {"image": image_config, "video": video_config}
         self._tables = {modality: config.pixel_table().to(device, dtype) for modality, config in configs.items()}
-        self._uploader = Uploader(device, CopyStream(device) if device.type == "cuda" else None)
+        self._copier = H2DCopier(device, CopyStream(device) if device.type == "cuda" else None)
         self.num_blocks, self.block_size, self.use_graphs = num_blocks, block_size, use_graphs
         self.kv_dtype = kv_dtype or dtype
         self.kv_cache = empty_kv_cache(model.config, num_blocks + use_graphs, block_size, self.kv_dtype, device)
         max_blocks = -(-max_model_len // block_size)
-        self.rows = DeviceRows(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
+        self.input_batch = InputBatch(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
-        self.reading: Reading | None = None  # what the last step read, on rank 0
+        self.prompt_outputs: PromptOutputComputation | None = None  # what the last step read, on rank 0
         self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
         self.vision_graphs: VisionGraphs | None = None
-        self._no_rows = torch.empty(0, model.config.row_size, dtype=dtype, device=device)
-        self._rows: dict[bytes, Tensor] = {}  # (M, row_size) of each item in the encoder cache, by digest
+        self._no_embeds = torch.empty(0, model.config.mm_embed_size, dtype=dtype, device=device)
+        self._encoder_outputs: dict[
+            bytes, Tensor
+        ] = {}  # (M, mm_embed_size) of each item in the encoder cache, by digest
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, vision: bool = False) -> None:
@@ -93,7 +95,7 @@ class ModelRunner:
             logits = torch.empty(shape, dtype=self.dtype, device=self.device)
             graphs = Graphs(self.device)
             self.vision_graphs = VisionGraphs(graphs, self.model, self.dtype, self.device) if vision else None
-            arguments = (graphs, self.model, self.kv_cache, self.rows, logits, max_num_seqs, max_model_len)
+            arguments = (graphs, self.model, self.kv_cache, self.input_batch, logits, max_num_seqs, max_model_len)
             self.graphs = (MixedGraphs(*arguments), DecodeGraphs(*arguments))  # those that take the most memory first
         number = sum(len(graphs.sizes) for graphs in (*self.graphs, self.vision_graphs) if graphs is not None)
         logger.info("captured %d CUDA graphs in %.2f s", number, time.perf_counter() - start)
@@ -101,9 +103,9 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        fits_graphs = inputs.reads is None and inputs.adapters is None
+        fits_graphs = inputs.prompt_outputs is None and inputs.adapters is None
         graphs = next((graphs for graphs in self.graphs if fits_graphs and graphs.fits(inputs)), None)
-        self.reading = None
+        self.prompt_outputs = None
         if self.ranks.size > 1:
             operations = self._operations(inputs, graphs is not None)
             self.send(inputs, watch)
@@ -111,20 +113,20 @@ class ModelRunner:
         for slot, adapter in inputs.new_adapters:
             self.adapters.write(slot, adapter)
         for digest in inputs.freed_digests:
-            self._rows.pop(digest, None)
+            self._encoder_outputs.pop(digest, None)
         if inputs.block_copies:
             self._copy_blocks(inputs.block_copies)
         if inputs.new_items:
             with watch.timing_vision():
                 self._encode(inputs)
-        media_rows = self._media_rows(inputs)
+        mm_embeds = self._mm_embeds(inputs)
         if graphs is not None:
-            logits, self.samples = graphs.run(inputs, media_rows)
+            logits, self.samples = graphs.run(inputs, mm_embeds)
             self.ranks.done_in_graph()
         else:
-            batch, self.samples = self.rows.batch(inputs)
+            batch, self.samples = self.input_batch.batch(inputs)
             watch.mark("copy")
-            rows = torch.cat(media_rows) if media_rows else self._no_rows
+            rows = torch.cat(mm_embeds) if mm_embeds else self._no_embeds
             logits = self._logits(self.model.hidden_states(batch, rows, self.kv_cache), inputs)
         watch.mark("decoder")
         return logits
@@ -132,15 +134,15 @@ class ModelRunner:
     def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """Hidden states (R + Q, C) -> logits (R, V); what is read of the Q others is in `reading`."""
         R = inputs.samples.shape[1]
-        if inputs.reads is not None:
-            read = Reading if self.ranks.rank == 0 else take_part
-            self.reading = read(hidden[R:], inputs.reads, self.model.logits)
-        return self.model.logits(hidden[:R] if inputs.reads is not None else hidden)
+        if inputs.prompt_outputs is not None:
+            compute = PromptOutputComputation if self.ranks.rank == 0 else compute_logits_part
+            self.prompt_outputs = compute(hidden[R:], inputs.prompt_outputs, self.model.logits)
+        return self.model.logits(hidden[:R] if inputs.prompt_outputs is not None else hidden)
 
     def send(self, inputs: StepInputs, watch: Stopwatch) -> None:
         """Let the other ranks run the step, if there are any."""
         if self.ranks.size > 1:
-            self.peers.send(inputs)
+            self.worker_group.send(inputs)
             watch.mark("send")
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -152,31 +154,31 @@ class ModelRunner:
         """The tokens (R,) that rank 0 sampled from the last step's logits are what their sequences compute next."""
         if len(token_ids):
             self.ranks.broadcast(token_ids)
-        self.rows.last_tokens[self.samples[0].long()] = token_ids
+        self.input_batch.last_tokens[self.samples[0].long()] = token_ids
 
-    def _media_rows(self, inputs: StepInputs) -> list[Tensor]:
-        spans = inputs.prefills.row_spans if inputs.prefills is not None else ()
-        return [self._rows[span.digest][span.first : span.last] for span in spans]
+    def _mm_embeds(self, inputs: StepInputs) -> list[Tensor]:
+        spans = inputs.prefills.embed_slices if inputs.prefills is not None else ()
+        return [self._encoder_outputs[span.digest][span.first : span.last] for span in spans]
 
-    def has_rows(self, digest: bytes) -> bool:
+    def has_encoder_output(self, digest: bytes) -> bool:
         """Whether an item's rows are on the device, and on those of all ranks."""
-        return digest in self._rows and self.peers.has_rows(digest)
+        return digest in self._encoder_outputs and self.worker_group.has_encoder_output(digest)
 
-    def keep_rows(self, digests: Set[bytes]) -> None:
+    def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
         """Free the rows of all other items: after a step that failed, what it was to free may still be here."""
-        for digest in self._rows.keys() - digests:
-            del self._rows[digest]
-        self.peers.keep_rows(digests)
+        for digest in self._encoder_outputs.keys() - digests:
+            del self._encoder_outputs[digest]
+        self.worker_group.keep_encoder_outputs(digests)
 
     def _operations(self, inputs: StepInputs, in_graph: bool) -> list[Operation]:
         """What the ranks exchange in this step."""
         encoded = [
-            Operation("broadcast", (sum(item.num_tokens for item in items), self._no_rows.shape[1]), self.dtype, rank)
+            Operation("broadcast", (sum(item.num_tokens for item in items), self._no_embeds.shape[1]), self.dtype, rank)
             for rank, items in _by_encoder(inputs)
         ]
         num_samples = inputs.samples.shape[1]
         tokens = [Operation("broadcast", (num_samples,), torch.int64)] if num_samples else []
-        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.reads), num_samples])
+        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.prompt_outputs), num_samples])
         return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
 
     def _encode(self, inputs: StepInputs) -> None:
@@ -190,24 +192,24 @@ class ModelRunner:
                     self._encode_own([item for item in items if slots[item.digest] == slot], slot)
         if self.ranks.size > 1:
             for rank, items in _by_encoder(inputs):
-                self._share_rows(rank, items)
+                self._broadcast_encoder_outputs(rank, items)
 
     def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
         """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            rows, is_kept = self._encode_group(group, slot)  # (M, row_size)
+            rows, is_kept = self._encode_group(group, slot)  # (M, mm_embed_size)
             self._keep(group, rows, is_kept)
 
     def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
         for item, own in zip(items, rows.split([item.num_tokens for item in items]), strict=True):
             # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
-            self._rows[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
+            self._encoder_outputs[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
 
-    def _share_rows(self, rank: int, items: list[MediaItem]) -> None:
+    def _broadcast_encoder_outputs(self, rank: int, items: list[MediaItem]) -> None:
         if rank == self.ranks.rank:
-            self.ranks.broadcast(torch.cat([self._rows[item.digest] for item in items]), rank)
+            self.ranks.broadcast(torch.cat([self._encoder_outputs[item.digest] for item in items]), rank)
         else:
-            rows = self._no_rows.new_empty(sum(item.num_tokens for item in items), self._no_rows.shape[1])
+            rows = self._no_embeds.new_empty(sum(item.num_tokens for item in items), self._no_embeds.shape[1])
             self._keep(items, self.ranks.broadcast(rows, rank), True)
 
     def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
@@ -228,7 +230,7 @@ class ModelRunner:
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def _normalized(self, modality: str, patches: Sequence[Tensor]) -> Tensor:
-        pixels = self._uploader.rows(patches)
+        pixels = self._copier.concatenated(patches)
         return normalize(pixels, self._tables[modality]) if pixels.dtype == torch.uint8 else pixels.to(self.dtype)
 
 

@@ -36,7 +36,7 @@ from mmvllm.worker.checkpoint import Checkpoint
 from mmvllm.worker.loading import load_runner
 from mmvllm.worker.model_runner import ModelRunner
 from mmvllm.worker.rank_process import CONNECT_TIMEOUT, Report, begun, rank_device, run_rank
-from mmvllm.worker.worker_group import Peers
+from mmvllm.worker.worker_group import WorkerGroup
 
 NUM_BUFFERS = 4  # of steps without a report: one that runs, one launched ahead, and those that were interrupted
 EXIT_SECONDS = 5.0  # for a process to end by itself
@@ -77,15 +77,15 @@ def start_runner(checkpoint: Checkpoint) -> ModelRunner:
     rank_config(checkpoint.model_config, size)  # refuses sizes before anything is started
     if size == 1:
         return load_runner(checkpoint, checkpoint.device, SINGLE)
-    peers = PeerProcesses(checkpoint)
+    worker_group = MultiprocessGroup(checkpoint)
     try:
         with current_device(checkpoint.device):
-            runner = load_runner(checkpoint, checkpoint.device, peers.connect(), peers)
-            peers.wait_until_ready()
+            runner = load_runner(checkpoint, checkpoint.device, worker_group.connect(), worker_group)
+            worker_group.wait_until_ready()
         return runner
     except BaseException as error:
-        explained = peers.explained(error)
-        peers.kill()
+        explained = worker_group.explained(error)
+        worker_group.kill()
         raise explained from (None if explained is not error else error.__cause__)
 
 
@@ -97,7 +97,7 @@ class _Sent:
     reports: list[Report] = field(default_factory=list)  # of the first ranks
 
 
-class PeerProcesses(Peers):
+class MultiprocessGroup(WorkerGroup):
     """Starts the other ranks and watches them: if one ends, nothing can be computed any more."""
 
     def __init__(self, checkpoint: Checkpoint):
@@ -211,12 +211,12 @@ class PeerProcesses(Peers):
         except (EOFError, OSError) as error:
             raise RanksFailed(f"a rank has ended: {error!r}") from None
 
-    def has_rows(self, digest: bytes) -> bool:
+    def has_encoder_output(self, digest: bytes) -> bool:
         return digest not in self._doubtful
 
-    def keep_rows(self, digests: Set[bytes]) -> None:
+    def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
         self._doubtful.clear()
-        self.call(methodcaller("keep_rows", digests))
+        self.call(methodcaller("keep_encoder_outputs", digests))
 
     def call(self, function: Callable[[ModelRunner], None]) -> None:
         for channel in self._channels:
@@ -279,12 +279,12 @@ def _start_process(*arguments: Any) -> multiprocessing.Process:
 
 
 def _watch(
-    ref: "weakref.ref[PeerProcesses]", watched: list[Watched], timeout: float, is_exiting: threading.Event
+    ref: "weakref.ref[MultiprocessGroup]", watched: list[Watched], timeout: float, is_exiting: threading.Event
 ) -> None:
     reason = first_lost(watched, timeout)
-    peers = ref()
-    if peers is not None and not is_exiting.is_set():
-        peers.fail(reason)
+    worker_group = ref()
+    if worker_group is not None and not is_exiting.is_set():
+        worker_group.fail(reason)
 
 
 def _messages(inputs: StepInputs, size: int) -> list[PackedMessage]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mmvllm.errors import first_line
 from mmvllm.processes.channel import Channel, SharedBuffer
-from mmvllm.processes.ranks import ConnectedRanks, RanksFailed, RankUnable
+from mmvllm.processes.ranks import CollectiveError, ConnectedRanks, RanksFailed
 from mmvllm.processes.worker import beating, begin_engine
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.utils.stopwatch import Stopwatch
@@ -74,7 +74,7 @@ def serve_rank(
             pipe.send(Report())
             _follow(channel, runner)
     except Exception as error:
-        if isinstance(error, RankUnable) or not isinstance(error, RanksFailed):  # else rank 0 knows who has ended
+        if isinstance(error, CollectiveError) or not isinstance(error, RanksFailed):  # else rank 0 knows who has ended
             with suppress(OSError):
                 pipe.send(_report(rank, error))
         sys.exit(1)

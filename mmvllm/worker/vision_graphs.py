@@ -24,9 +24,11 @@ class VisionGraphs:
 
     def __init__(self, graphs: Graphs, model: Model, dtype: torch.dtype, device: torch.device):
         vision, largest = model.config.vision, NUM_PATCHES[-1]
-        self._model, self._patches_per_row = model, vision.spatial_merge_size**2
+        self._model, self._patches_per_embed = model, vision.spatial_merge_size**2
         self._patches = torch.zeros(largest, vision.patch_dim, dtype=dtype, device=device)
-        self._rows = torch.empty(largest // self._patches_per_row, model.config.row_size, dtype=dtype, device=device)
+        self._embeds = torch.empty(
+            largest // self._patches_per_embed, model.config.mm_embed_size, dtype=dtype, device=device
+        )
         self._layouts, self._replays = {}, {}
         for size in tqdm(NUM_PATCHES[::-1], "CUDA graphs of the ViT", disable=None, leave=False):
             layout = model.layout([(1, vision.spatial_merge_size, size // vision.spatial_merge_size)])
@@ -44,7 +46,7 @@ class VisionGraphs:
         return next(fitting, None)
 
     def run(self, size: int, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Rows (M, row_size) of patches (P, patch_dim), valid until the next run; the layout is on the host."""
+        """Rows (M, mm_embed_size) of patches (P, patch_dim), valid until the next run; the layout is on the host."""
         P, kept = len(patches), self._layouts[size]
         self._patches[:P] = patches
         for own, tensor in zip(kept.tensors, layout.tensors, strict=True):
@@ -52,7 +54,7 @@ class VisionGraphs:
         for own, lens in zip(kept.segments, self._lens(size, layout), strict=True):
             own.cu_seqlens.copy_(Segments.of(lens, own.cu_seqlens.device).cu_seqlens)
         self._replays[size]()
-        return self._rows[: P // self._patches_per_row]
+        return self._embeds[: P // self._patches_per_embed]
 
     def _lens(self, size: int, layout: PatchLayout) -> list[list[int]]:
         kept = self._layouts[size].segments
@@ -60,8 +62,8 @@ class VisionGraphs:
         return [_padded_lens(segments.lens, size, own.longest) for segments, own in pairs]
 
     def _compute(self, size: int) -> None:
-        rows = self._model.encode_patches(self._patches[:size], self._layouts[size])
-        self._rows[: len(rows)] = rows
+        embeds = self._model.encode_patches(self._patches[:size], self._layouts[size])
+        self._embeds[: len(embeds)] = embeds
 
 
 def _padded_lens(lens: Sequence[int], size: int, longest: int) -> list[int]:

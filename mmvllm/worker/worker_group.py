@@ -6,8 +6,8 @@ from typing import Any
 from mmvllm.scheduler.step_inputs import StepInputs
 
 
-class Peers:
-    """Of a single rank; `PeerProcesses` is for several."""
+class WorkerGroup:
+    """Of a single rank; `MultiprocessGroup` is for several."""
 
     failure: str | None = None  # why nothing can be computed any more
 
@@ -23,11 +23,11 @@ class Peers:
     def settle(self) -> None:
         """Wait for the reports on all steps that were not confirmed: what they encoded is not relied on."""
 
-    def has_rows(self, digest: bytes) -> bool:
+    def has_encoder_output(self, digest: bytes) -> bool:
         """Whether the other ranks have an item's rows, if this one has; steps must be settled."""
         return True
 
-    def keep_rows(self, digests: Set[bytes]) -> None:
+    def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
         """Free the rows of all other items."""
 
     def call(self, function: Callable[[Any], None]) -> None:

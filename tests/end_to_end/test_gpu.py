@@ -52,9 +52,9 @@ def test_cuda_graphs_of_mixed_steps_give_the_same_tokens(budget, checkpoint, mak
     captured, eager = make_llm(checkpoint, **options), make_llm(checkpoint, enforce_eager=True, **options)
     real, sizes = MixedGraphs.run, []
 
-    def run(graphs, inputs, media_rows):
+    def run(graphs, inputs, mm_embeds):
         sizes.append(graphs._size(inputs))
-        return real(graphs, inputs, media_rows)
+        return real(graphs, inputs, mm_embeds)
 
     monkeypatch.setattr(MixedGraphs, "run", run)
     requests = list(REQUESTS.values())

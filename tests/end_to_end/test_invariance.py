@@ -196,12 +196,12 @@ def test_preemption_when_blocks_run_out(spare_blocks, checkpoint, make_llm, expe
 def test_encoder_cache_eviction(num_images, budget, checkpoint, make_llm, expected):
     """Space for the rows of one or two images: images are evicted and encoded again."""
     probe = make_llm(checkpoint)
-    bytes_per_row = probe.engine.encoder_cache.bytes_per_row
-    assert bytes_per_row == 4 * probe.engine.model_runner.model.config.row_size
+    bytes_per_embed = probe.engine.encoder_cache.bytes_per_embed
+    assert bytes_per_embed == 4 * probe.engine.model_runner.model.config.mm_embed_size
     largest = max(prod(grids_of(probe.processor(ask(x)))[0]) // 4 for x in (A, B, C))
     llm = make_llm(
         checkpoint,
-        encoder_cache_bytes=int(largest * bytes_per_row * num_images),
+        encoder_cache_bytes=int(largest * bytes_per_embed * num_images),
         max_num_batched_tokens=budget,
         enable_prefix_caching=False,
     )

@@ -133,7 +133,7 @@ def largest_item(llm) -> int:
 def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, make_llm, expected):
     """Clips are longer than the cache: their parts are encoded one after the other, while the prompt is computed."""
     probe = make_llm(checkpoint)
-    room = largest_item(probe) * probe.engine.encoder_cache.bytes_per_row
+    room = largest_item(probe) * probe.engine.encoder_cache.bytes_per_embed
     options = {"encoder_cache_bytes": room, "max_num_batched_tokens": budget, "enable_prefix_caching": False}
     llm = make_llm(checkpoint, **options)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, m
 def test_a_temporal_patch_that_does_not_fit_is_refused(checkpoint, make_llm):
     probe = make_llm(checkpoint)
     rows = probe.processor(REQUESTS["clip"]).items[0].num_tokens
-    room = (rows - 1) * probe.engine.encoder_cache.bytes_per_row
+    room = (rows - 1) * probe.engine.encoder_cache.bytes_per_embed
     llm = make_llm(checkpoint, encoder_cache_bytes=room)
     message = (
         rf"video 0: a temporal patch has {rows} tokens, .* encoder_cache_bytes is {room}; raise it or lower max_pixels"

@@ -57,11 +57,11 @@ def assert_rows_no_worse(model, hf, inputs: dict) -> None:
     grids = [tuple(grid) for grid in inputs["image_grid_thw"].tolist()]
     with torch.inference_mode():
         got = model.encode(inputs["pixel_values"], grids)
-    assert got.shape == (sum(t * h * w // 4 for t, h, w in grids), model.config.row_size)
-    exact = hf.in_float64(hf.media_rows, inputs)
+    assert got.shape == (sum(t * h * w // 4 for t, h, w in grids), model.config.mm_embed_size)
+    exact = hf.in_float64(hf.mm_embeds, inputs)
     # Each slice by itself: the rows of DeepStack layers differ in size from the others.
     width = model.config.hidden_size
-    for slices in zip(*(rows.split(width, dim=1) for rows in (got, hf.media_rows(inputs), exact)), strict=True):
+    for slices in zip(*(rows.split(width, dim=1) for rows in (got, hf.mm_embeds(inputs), exact)), strict=True):
         assert_no_worse(*slices)
 
 

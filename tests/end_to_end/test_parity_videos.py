@@ -112,8 +112,8 @@ def test_the_error_of_the_vit_and_of_the_logits_is_at_most_twice_that_of_transfo
     grids = [tuple(grid) for grid in inputs["video_grid_thw"].tolist()]
     with torch.inference_mode():
         rows = model.encode(inputs["pixel_values_videos"], grids)
-    exact = hf.in_float64(hf.media_rows, inputs)
-    parts = [x.split(model.config.hidden_size, dim=1) for x in (rows, hf.media_rows(inputs), exact)]
+    exact = hf.in_float64(hf.mm_embeds, inputs)
+    parts = [x.split(model.config.hidden_size, dim=1) for x in (rows, hf.mm_embeds(inputs), exact)]
     for slices in zip(*parts, strict=True):  # the rows of DeepStack layers differ in size from the others
         assert_no_worse(*slices)
     assert_no_worse(first_logits(engine, inputs), hf.logits(inputs), hf.in_float64(hf.logits, inputs))

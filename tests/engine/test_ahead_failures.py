@@ -3,7 +3,7 @@
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.sampling.sampler import Sampled
+from mmvllm.sampling.sampler import AsyncSamplerOutput
 from tests.helpers.engine.ahead import GREEDY, PROMPTS, TOKENS, add, completions, finish, run, step
 from tests.helpers.engine.engines import assert_idle
 from tests.helpers.models.shapes import every_family
@@ -74,7 +74,7 @@ def test_an_interrupt_in_each_step(where, make_pair, monkeypatch):
     requests = [(0, SamplingParams(max_tokens=TOKENS, ignore_eos=True, n=2)), (2, GREEDY)]
     want = run(plain, requests)
     engine = ahead.engine
-    owner = {"run": engine.model_runner, "tokens": Sampled}.get(where, engine.scheduler)
+    owner = {"run": engine.model_runner, "tokens": AsyncSamplerOutput}.get(where, engine.scheduler)
     for at in range(TOKENS - 1):  # the last step launches nothing more
         ids = [add(ahead, *request) for request in requests]
         for _ in range(at):
@@ -99,7 +99,7 @@ def test_a_failure_in_each_step(where, at, make_pair, monkeypatch):
     fifth = run(plain, [(0, GREEDY)])[0][0][0][4]
     requests = [(1, GREEDY), (2, GREEDY), (0, SamplingParams(max_tokens=TOKENS, stop_token_ids=[fifth]))]
     want, late_want = run(plain, requests), run(plain, [(0, GREEDY)])
-    owner = ahead.engine.model_runner if where == "run" else Sampled
+    owner = ahead.engine.model_runner if where == "run" else AsyncSamplerOutput
     original, calls = getattr(owner, where), []
 
     def failing(*args):

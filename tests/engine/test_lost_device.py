@@ -7,7 +7,7 @@ import torch
 
 from mmvllm import AsyncLLM, SamplingParams
 from mmvllm.errors import EngineFailed
-from mmvllm.sampling.sampler import Sampled
+from mmvllm.sampling.sampler import AsyncSamplerOutput
 from mmvllm.worker.device_errors import is_fatal
 from tests.helpers.engine.async_engines import OPTIONS, QUESTION, SHORT, async_test, collect
 from tests.helpers.engine.requests import ask
@@ -60,7 +60,7 @@ def fail_at(owner, where: str, at: int, error: Exception, monkeypatch) -> list[N
 
 
 def owner_of(where: str, engine):
-    return engine.model_runner if where == "run" else Sampled
+    return engine.model_runner if where == "run" else AsyncSamplerOutput
 
 
 @pytest.mark.parametrize("error", FATAL, ids=str)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.sampling.sampler import Sampled
+from mmvllm.sampling.sampler import AsyncSamplerOutput
 from tests.helpers.engine.engines import assert_idle
 from tests.helpers.engine.requests import ask, noise_image
 
@@ -115,7 +115,7 @@ def test_completions_equal_those_of_a_run_with_enough_memory(num_seqs, caching, 
 @pytest.mark.parametrize("at", range(TOKENS))
 def test_out_of_memory_in_each_step(where, at, ahead, make, expected, monkeypatch):
     llm = make(ahead)
-    owner = llm.engine.model_runner if where == "run" else Sampled
+    owner = llm.engine.model_runner if where == "run" else AsyncSamplerOutput
     original, calls = getattr(owner, where), []
 
     def failing(*args):
@@ -219,7 +219,9 @@ def test_two_failed_steps_in_flight_halve_the_batch_once(make, expected, monkeyp
     """The second step was launched before the failure of the first was known, and fails too."""
     llm, calls = make(ahead=True), []
     limit_memory(llm, lambda batch: calls.append(None) or len(calls) == 2)
-    monkeypatch.setattr(Sampled, "tokens", lambda sampled: monkeypatch.undo() or (_ for _ in ()).throw(TOO_LARGE))
+    monkeypatch.setattr(
+        AsyncSamplerOutput, "tokens", lambda sampled: monkeypatch.undo() or (_ for _ in ()).throw(TOO_LARGE)
+    )
     assert completions(llm) == expected
     assert caplog.text.count("ran out of memory") == 1
 
@@ -251,7 +253,7 @@ def test_images_count_as_encoded_only_if_they_are(stored, make, expected):
 
         has_failed = False
 
-    llm.engine.model_runner._rows = LimitedRows()
+    llm.engine.model_runner._encoder_outputs = LimitedRows()
     encoded, encode = [], llm.engine.model_runner._encode_own
 
     def watched(items):

@@ -18,7 +18,7 @@ def test_the_largest_prompt_batch(num_tokens, num_logits, num_blocks):
     assert torch.equal(batch.positions, torch.arange(num_tokens).expand(3, -1))
     assert batch.slot_mapping.tolist() == list(range(num_tokens))
     assert batch.block_table.tolist() == [list(range(num_blocks))]
-    assert batch.sample_at.tolist() == list(range(num_logits))
+    assert batch.logits_indices.tolist() == list(range(num_logits))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_vits_equal_the_facts(name):
     assert {key: getattr(vision, key) for key in own} == own
     assert vision.patch_dim == 3 * 2 * vision.patch_size**2
     num_rows = 1 + len(own.get("deepstack_visual_indexes", ()))
-    assert vision.row_size == num_rows * DECODERS[name][0]
+    assert vision.mm_embed_size == num_rows * DECODERS[name][0]
 
 
 def test_experts_equal_the_facts():

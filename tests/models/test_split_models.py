@@ -43,17 +43,17 @@ def cases(shapes: Iterable[str]) -> list[tuple[str, int]]:
 MANY = [("mqa-tied", 5), ("gqa3-untied", 6), ("experts4-top2-vit72", 6), ("experts16-top8-tied", 5)]
 
 
-def a_batch(vocab_size: int, sample_at: Sequence[int], num_tokens: int) -> Batch:
+def a_batch(vocab_size: int, logits_indices: Sequence[int], num_tokens: int) -> Batch:
     ids = torch.randint(vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
     batch = prompt_batch(num_tokens, 0, BLOCK, CPU)
-    return replace(batch, input_ids=ids, sample_at=torch.tensor(sample_at, dtype=torch.int64))
+    return replace(batch, input_ids=ids, logits_indices=torch.tensor(logits_indices, dtype=torch.int64))
 
 
 def image_rows(model: Model) -> torch.Tensor:
     """Of a random image, if the model has a ViT."""
     vision, dtype = model.config.vision, next(model.parameters()).dtype
     if vision is None:
-        return torch.empty(0, model.config.row_size, dtype=dtype)
+        return torch.empty(0, model.config.mm_embed_size, dtype=dtype)
     side = vision.spatial_merge_size
     grid = (1, 2 * side, 3 * side)
     patches = torch.randn(grid[1] * grid[2], vision.patch_dim, generator=torch.Generator().manual_seed(1))
@@ -61,11 +61,13 @@ def image_rows(model: Model) -> torch.Tensor:
 
 
 def logits_of(
-    model: Model, rows: torch.Tensor | None = None, sample_at: Sequence[int] = SAMPLED, num_tokens: int = N
+    model: Model, rows: torch.Tensor | None = None, logits_indices: Sequence[int] = SAMPLED, num_tokens: int = N
 ) -> torch.Tensor:
     """Of a prompt with the rows of an image, the model's own unless others are given."""
     rows = image_rows(model) if rows is None else rows
-    batch = replace(a_batch(model.config.vocab_size, sample_at, num_tokens), image_at=torch.arange(4, 4 + len(rows)))
+    batch = replace(
+        a_batch(model.config.vocab_size, logits_indices, num_tokens), mm_token_indices=torch.arange(4, 4 + len(rows))
+    )
     return model(batch, rows, empty_kv_cache(model.config, -(-num_tokens // BLOCK), BLOCK, rows.dtype, CPU))
 
 
@@ -101,17 +103,17 @@ def recorded(ranks: ConnectedRanks) -> list[Operation]:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("num_tokens", "sample_at"), [(N, []), (N, [3, 8]), (2100, [0])])
-def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens, sample_at, checkpoints):
+@pytest.mark.parametrize(("num_tokens", "logits_indices"), [(N, []), (N, [3, 8]), (2100, [0])])
+def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens, logits_indices, checkpoints):
     """One for the embedding, two in each layer, one for the logits if there are any; none per chunk of many rows."""
     config = load_config(checkpoints(shape))
     size = possible_sizes(config)[1]
 
     def run(ranks: ConnectedRanks) -> list[Operation]:
         model, submitted = loaded(checkpoints(shape), ranks), recorded(ranks)
-        named = model.operations(num_tokens, [len(sample_at)])
+        named = model.operations(num_tokens, [len(logits_indices)])
         ranks.expect(named)
-        assert len(logits_of(model, sample_at=sample_at, num_tokens=num_tokens)) == len(sample_at)
+        assert len(logits_of(model, logits_indices=logits_indices, num_tokens=num_tokens)) == len(logits_indices)
         assert submitted == named
         ranks.complete()
         return named
@@ -121,7 +123,7 @@ def test_the_operations_of_a_step_are_those_that_a_model_names(shape, num_tokens
     x = (num_tokens, config.hidden_size)
     sums = [Operation("all_reduce", x, torch.float32)] * (1 + 2 * config.num_hidden_layers)
     width = -(-config.vocab_size // size)
-    gathers = [Operation("gather", (len(sample_at), width), torch.float32)] if sample_at else []
+    gathers = [Operation("gather", (len(logits_indices), width), torch.float32)] if logits_indices else []
     assert named == sums + gathers
 
 

@@ -49,7 +49,7 @@ def expected(reference):
 @pytest.mark.parametrize("shape", RICHEST)
 def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm, expected, monkeypatch):
     """Cold, and with all prompts in the prefix cache; logits of few rows at a time."""
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 7)
+    monkeypatch.setattr(prompt_logprobs, "CHUNK_TOKENS", 7)
     llm = make_llm(checkpoints(shape), **options)
     for _ in range(2):
         groups = {name: add_all(llm, name) for name in REQUESTS}
@@ -62,7 +62,7 @@ def test_what_is_read_equals_transformers(shape, options, checkpoints, make_llm,
 @pytest.mark.parametrize("shape", [RICHEST[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RICHEST[1:])])
 def test_ranks_that_share_a_model_read_the_same(shape, checkpoints, make_llm, expected, monkeypatch):
     use_rank_threads(monkeypatch)
-    monkeypatch.setattr(prompt_logprobs, "ROWS", 7)
+    monkeypatch.setattr(prompt_logprobs, "CHUNK_TOKENS", 7)
     llm = make_llm(checkpoints(shape), tensor_parallel_size=2, max_num_batched_tokens=40, async_scheduling=True)
     groups = add_all(llm, "two")
     finish(llm)
@@ -123,7 +123,7 @@ def test_logits_of_a_prompt_never_exist_all_at_once(checkpoints, make_llm):
     rows, model = [], llm.engine.model_runner.model
     model.lm_head.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     output = llm.generate([5] * 500, ONLY_READING, use_tqdm=False)[0]
-    assert max(rows) == prompt_logprobs.ROWS and sum(rows) == 499 == len(output.prompt_logprobs) - 1
+    assert max(rows) == prompt_logprobs.CHUNK_TOKENS and sum(rows) == 499 == len(output.prompt_logprobs) - 1
 
 
 def test_logprobs_have_ranks_and_texts_and_are_numbers(checkpoints, make_llm, expected):

@@ -9,8 +9,8 @@ from mmvllm import SamplingParams
 from mmvllm.kernels.penalties import penalize
 from mmvllm.kernels.sampling import sample_torch
 from mmvllm.sampling.sampler import Sampler
-from mmvllm.sampling.sampling_states import SamplingRows
-from mmvllm.scheduler.sampler_output import SampledTokens
+from mmvllm.sampling.sampling_states import SamplingStates
+from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.sequence import Sequence
 from tests.helpers.models.sampling import every_row, with_uniforms
 
@@ -33,7 +33,7 @@ def make_sampler(seqs: list[Sequence]) -> Sampler:
     """With the sequences in rows 0, 1, ..."""
     sampler = Sampler(frozenset([EOS]), len(seqs), V, torch.device("cpu"))
     for row, seq in enumerate(seqs):
-        sampler.enter(row, seq)
+        sampler.add_sequence(row, seq)
     return sampler
 
 
@@ -42,7 +42,7 @@ def places(seqs: list[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(seqs), dtype=np.int32), np.array([len(seq) for seq in seqs], np.int32)
 
 
-def sampled(x: torch.Tensor, seqs: list[Sequence]) -> SampledTokens:
+def sampled(x: torch.Tensor, seqs: list[Sequence]) -> SamplerOutput:
     return make_sampler(seqs)(x, *places(seqs)).tokens()
 
 
@@ -52,16 +52,16 @@ def sample(x: torch.Tensor, seqs: list[Sequence]) -> list[int]:
 
 def draw(x: torch.Tensor, params: SamplingParams, uniforms: list[float]) -> torch.Tensor:
     """A token of one row of logits (1, V) for each random number."""
-    rows = SamplingRows(1, V, x.device)
-    rows.enter(0, sequence(params, prompt=()), frozenset())
+    rows = SamplingStates(1, V, x.device)
+    rows.add_sequence(0, sequence(params, prompt=()), frozenset())
     packed = with_uniforms(rows.on_device(), uniforms)
     return sample_torch(x.expand(len(uniforms), V), packed, *every_row(len(uniforms)))
 
 
 def penalized(x: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-    rows = SamplingRows(len(seqs), V, x.device)
+    rows = SamplingStates(len(seqs), V, x.device)
     for row, seq in enumerate(seqs):
-        rows.enter(row, seq, frozenset())
+        rows.add_sequence(row, seq, frozenset())
     return penalize(x, rows.counts.tensor, rows.on_device(), every_row(len(seqs))[0])
 
 

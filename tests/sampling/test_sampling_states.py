@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.sampling.sampler import Sampled, Sampler
+from mmvllm.sampling.sampler import AsyncSamplerOutput, Sampler
 from mmvllm.scheduler.sequence import Sequence
 
 V = 50
@@ -29,7 +29,7 @@ def make_sampler(max_num_seqs: int) -> Sampler:
     return Sampler(frozenset([EOS]), max_num_seqs, V, CPU)
 
 
-def step(sampler: Sampler, x: torch.Tensor, running: dict[int, Sequence], ahead: int = 0) -> Sampled:
+def step(sampler: Sampler, x: torch.Tensor, running: dict[int, Sequence], ahead: int = 0) -> AsyncSamplerOutput:
     """Sample for sequences by row; `ahead` tokens of each are not appended yet."""
     rows, ends = [*running], [len(seq) + ahead for seq in running.values()]
     return sampler(x, np.array(rows, np.int32), np.array(ends, np.int32))
@@ -44,7 +44,7 @@ def alone(params: SamplingParams, seed: int, steps: list[torch.Tensor]) -> list[
     seq = sequence(params, seed)
     for x in steps:
         sampler = make_sampler(1)
-        sampler.enter(0, seq)
+        sampler.add_sequence(0, seq)
         seq.append_token(step(sampler, x, {0: seq}).tokens().token_ids[0])
     return seq.completion_token_ids
 
@@ -63,7 +63,7 @@ def test_rows_are_reused_by_other_sequences(ahead):
             if row not in running and rng.random() < 0.5:
                 seq = running[row] = sequence(ALL[rng.integers(len(ALL))], seed=number)
                 seen[seq.seq_id] = seq, []
-                sampler.enter(row, seq)
+                sampler.add_sequence(row, seq)
         order = [int(row) for row in rng.permutation([*running])]
         running = {row: running[row] for row in order}
         x = logits(2 * len(running), number)
@@ -86,13 +86,13 @@ def test_an_ignored_token_does_no_harm(params):
     want = alone(params, 1, steps)
     for new_row in (0, 1):
         sampler, seq = make_sampler(2), sequence(params)
-        sampler.enter(0, seq)
+        sampler.add_sequence(0, seq)
         for x in steps[:3]:
             seq.append_token(step(sampler, x, {0: seq}).tokens().token_ids[0])
         other = sequence(PENALTIES, seed=9)
-        sampler.enter(1, other)
+        sampler.add_sequence(1, other)
         ignored = step(sampler, logits(2, seed=3), {0: seq, 1: other})
-        sampler.enter(new_row, seq)
+        sampler.add_sequence(new_row, seq)
         ignored.tokens()
         for x in steps[3:]:
             seq.append_token(step(sampler, x, {new_row: seq}).tokens().token_ids[0])
@@ -107,7 +107,7 @@ def test_rows_without_a_token():
     x[2, EOS] = 1.0
     sampler = make_sampler(4)
     for row, params in enumerate([ALL[2], PENALTIES, SamplingParams(min_tokens=1, logprobs=1), SamplingParams()]):
-        sampler.enter(row, sequence(params))
+        sampler.add_sequence(row, sequence(params))
     rows = np.arange(4, dtype=np.int32)
     launched = sampler(x, rows, np.full(4, 4, np.int32))
     tokens = launched.tokens()
@@ -119,13 +119,13 @@ def test_rows_without_a_token():
 def test_rows_may_be_given_on_the_device():
     sampler = make_sampler(2)
     for row in range(2):
-        sampler.enter(row, sequence(PENALTIES, seed=row))
+        sampler.add_sequence(row, sequence(PENALTIES, seed=row))
     rows, ends = np.array([1, 0], np.int32), np.array([4, 4], np.int32)
     want = sampler(logits(2, 1), rows, ends).tokens()
     for row in range(2):
-        sampler.enter(row, sequence(PENALTIES, seed=row))
+        sampler.add_sequence(row, sequence(PENALTIES, seed=row))
     on_device = torch.from_numpy(np.stack([rows, ends]))
-    assert sampler(logits(2, 1), rows, ends, rows_on_device=on_device).tokens() == want
+    assert sampler(logits(2, 1), rows, ends, indices_on_device=on_device).tokens() == want
 
 
 def test_logits_of_bfloat16_are_used_as_in_float32():
@@ -134,7 +134,7 @@ def test_logits_of_bfloat16_are_used_as_in_float32():
         sampler = make_sampler(len(ALL))
         running = {row: sequence(params, seed=row) for row, params in enumerate(ALL)}
         for row, seq in running.items():
-            sampler.enter(row, seq)
+            sampler.add_sequence(row, seq)
         found.append(step(sampler, given, running).tokens())
     assert found[0] == found[1]
 
@@ -150,7 +150,7 @@ def test_logits_are_not_written_and_logprobs_are_computed_at_once():
     before = x.clone()
     sampler = make_sampler(2)
     for row, params in enumerate([SamplingParams(logprobs=3, min_tokens=1, repetition_penalty=1.5), ALL[2]]):
-        sampler.enter(row, sequence(params))
+        sampler.add_sequence(row, sequence(params))
     launched = sampler(x, np.arange(2, dtype=np.int32), np.full(2, 4, np.int32))
     assert torch.equal(x, before)
     x.zero_()
@@ -163,11 +163,11 @@ def test_logits_are_not_written_and_logprobs_are_computed_at_once():
 def test_counts_are_kept_only_for_rows_with_penalties():
     sampler = make_sampler(64)
     for row in range(64):
-        sampler.enter(row, sequence(SamplingParams(temperature=1.0, logprobs=2)))
-    assert len(sampler._rows.counts.tensor) == 1
+        sampler.add_sequence(row, sequence(SamplingParams(temperature=1.0, logprobs=2)))
+    assert len(sampler._states.counts.tensor) == 1
     for row in (9, 60, 9):
-        sampler.enter(row, sequence(PENALTIES))
-    assert len(sampler._rows.counts.tensor) == 4
+        sampler.add_sequence(row, sequence(PENALTIES))
+    assert len(sampler._states.counts.tensor) == 4
 
 
 def test_counts_after_memory_for_more_of_them_was_not_there(monkeypatch):
@@ -176,6 +176,6 @@ def test_counts_after_memory_for_more_of_them_was_not_there(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "cat", lambda tensors: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
         with pytest.raises(torch.OutOfMemoryError):
-            sampler.enter(0, sequence(PENALTIES))
-    sampler.enter(1, sequence(PENALTIES))
-    assert sampler._rows.counts.tensor[1, 6] == -(2**15)
+            sampler.add_sequence(0, sequence(PENALTIES))
+    sampler.add_sequence(1, sequence(PENALTIES))
+    assert sampler._states.counts.tensor[1, 6] == -(2**15)

@@ -9,8 +9,8 @@ from mmvllm.scheduler.beam_search import BeamSearch, Candidate
 from mmvllm.scheduler.beams import Beams
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.output import Schedule
-from mmvllm.scheduler.sampler_output import SampledTokens
+from mmvllm.scheduler.output import SchedulerOutput
+from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup
 
@@ -63,7 +63,7 @@ class Model:
     def __init__(self):
         self.written: dict[int, int] = {}  # slot -> token
 
-    def run(self, step: Schedule) -> SampledTokens:
+    def run(self, step: SchedulerOutput) -> SamplerOutput:
         copies = [copy for chunk in step.chunks for copy in chunk.block_copies]
         copied = {new * BLOCK_SIZE + i: self.written.get(old * BLOCK_SIZE + i) for old, new in copies for i in range(4)}
         self.written |= copied
@@ -76,7 +76,7 @@ class Model:
             assert read == text, "a sequence reads what it did not write"
         sampled = [chunk.seq for chunk in step.chunks if chunk.samples]
         found = {at: candidates(seq) for at, seq in enumerate(sampled) if seq.is_beam}
-        return SampledTokens([NEXT] * len(sampled), candidates=found)
+        return SamplerOutput([NEXT] * len(sampled), candidates=found)
 
     @staticmethod
     def _slot(seq: Sequence, i: int) -> int:
@@ -167,7 +167,7 @@ def test_a_beam_that_waits_for_others_is_not_computed_again():
 def test_a_search_without_candidates_ends_with_an_error():
     sched, group = scheduler(), search("a", 3, 9)
     sched.add(group)
-    assert sched.postprocess(sched.schedule(), SampledTokens([0], candidates={0: []})) == [group]
+    assert sched.postprocess(sched.schedule(), SamplerOutput([0], candidates={0: []})) == [group]
     assert "logits are not numbers" in group.error
     sched.check()
 

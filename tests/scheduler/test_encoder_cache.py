@@ -18,7 +18,7 @@ def encoded(cache: EncoderCache, digest: bytes, num_rows: int, user=FIRST) -> No
 
 
 def test_what_could_ever_be_held():
-    cache = EncoderCache(100, bytes_per_row=10)
+    cache = EncoderCache(100, bytes_per_embed=10)
     assert cache.fits(10) and not cache.fits(11)
 
 
@@ -102,16 +102,16 @@ def test_rows_are_freed_exactly_when_the_cache_drops_their_item(checkpoint, make
     digests = [digests_of(llm.processor(question))[0] for question in questions]
     num_rows = llm.processor(questions[0]).num_media_tokens
     cache = llm.engine.encoder_cache
-    cache.capacity_bytes = num_rows * cache.bytes_per_row
+    cache.capacity_bytes = num_rows * cache.bytes_per_embed
     for question, digest in zip(questions, digests, strict=True):
         run_at_once(llm, [question])
-        assert set(llm.engine.model_runner._rows) == cache.encoded_digests == {digest}
-        assert llm.engine.model_runner.has_rows(digest)
+        assert set(llm.engine.model_runner._encoder_outputs) == cache.encoded_digests == {digest}
+        assert llm.engine.model_runner.has_encoder_output(digest)
     cache.capacity_bytes *= 3
     run_at_once(llm, questions)
-    assert set(llm.engine.model_runner._rows) == cache.encoded_digests == set(digests)
-    shapes = {tuple(rows.shape) for rows in llm.engine.model_runner._rows.values()}
-    assert shapes == {(num_rows, llm.engine.model_config.row_size)}
+    assert set(llm.engine.model_runner._encoder_outputs) == cache.encoded_digests == set(digests)
+    shapes = {tuple(rows.shape) for rows in llm.engine.model_runner._encoder_outputs.values()}
+    assert shapes == {(num_rows, llm.engine.model_config.mm_embed_size)}
 
 
 @pytest.mark.thinned(2)
@@ -128,4 +128,4 @@ def test_dropped_rows_are_encoded_again(checkpoint, make_llm):
     for digest in cache.encoded_digests:
         cache._drop(digest)
     assert run_at_once(llm, [question]) == want and len(encodings) == 2
-    assert all(isinstance(rows, torch.Tensor) for rows in llm.engine.model_runner._rows.values())
+    assert all(isinstance(rows, torch.Tensor) for rows in llm.engine.model_runner._encoder_outputs.values())

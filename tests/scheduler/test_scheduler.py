@@ -7,8 +7,8 @@ from mmvllm import SamplingParams
 from mmvllm.inputs import MediaItem
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.output import Schedule
-from mmvllm.scheduler.sampler_output import SampledTokens
+from mmvllm.scheduler.output import SchedulerOutput
+from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, Sequence, SequenceGroup, SequenceStatus
 
@@ -38,8 +38,8 @@ def group(name="r", num_tokens=6, max_tokens=3, n=1, items=(), first_token=0, **
     return SequenceGroup([Sequence(token_ids, params, **make) for _ in range(n)])
 
 
-def commit(sched: Scheduler, step: Schedule, token_id: int = 5) -> list[SequenceGroup]:
-    finished = sched.postprocess(step, SampledTokens([token_id] * sum(chunk.samples for chunk in step.chunks)))
+def commit(sched: Scheduler, step: SchedulerOutput, token_id: int = 5) -> list[SequenceGroup]:
+    finished = sched.postprocess(step, SamplerOutput([token_id] * sum(chunk.samples for chunk in step.chunks)))
     sched.check()
     return finished
 
@@ -54,7 +54,7 @@ def run(sched: Scheduler) -> list[str]:
     raise AssertionError("the requests never finish")
 
 
-def chunks_of(step: Schedule) -> list[tuple[str, int, int, bool]]:
+def chunks_of(step: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
     return [(chunk.seq.request_id, chunk.start, chunk.end, chunk.samples) for chunk in step.chunks]
 
 
@@ -174,7 +174,7 @@ def test_an_abort_between_schedule_and_commit_is_ignored_by_the_commit():
 def test_no_token_ends_the_request_with_an_error():
     sched = scheduler()
     sched.add(group("a"))
-    finished = sched.postprocess(sched.schedule(), SampledTokens([-1]))
+    finished = sched.postprocess(sched.schedule(), SamplerOutput([-1]))
     assert [each.request_id for each in finished] == ["a"] and "no token can follow" in finished[0].error
     assert finished[0].first_seq.finish_reason is FinishReason.ERROR
 
@@ -242,7 +242,7 @@ def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
             encoded += step.items_to_encode
             for chunk in step.chunks:
                 rows += [
-                    (i, *clip[i].rows_in(chunk.start, chunk.end)) for i in chunk.seq.items_in(chunk.start, chunk.end)
+                    (i, *clip[i].embeds_in(chunk.start, chunk.end)) for i in chunk.seq.items_in(chunk.start, chunk.end)
                 ]
             commit(sched, step)  # checks that items are held by exactly the sequences inside them
     assert [(i, row) for i, first, last in rows for row in range(first, last)] == [
@@ -328,18 +328,18 @@ def test_what_a_preempted_sequence_had_in_flight_is_ignored_even_if_it_runs_agai
     assert seq.completion_token_ids == [5]
 
 
-def test_a_sequence_has_a_row_while_it_runs():
+def test_a_sequence_has_a_request_index_while_it_runs():
     sched = scheduler(max_num_seqs=2)
     for name in "abc":
         sched.add(group(name, max_tokens=1 if name == "a" else 3, first_token=10 * ord(name)))
     step = sched.schedule()
     first, second = (chunk.seq for chunk in step.chunks)
-    assert {first.row, second.row} == {0, 1} and step.started == [first, second]
-    row = first.row
+    assert {first.req_index, second.req_index} == {0, 1} and step.started == [first, second]
+    req_index = first.req_index
     commit(sched, step)
-    assert first.row is None
+    assert first.req_index is None
     step = sched.schedule()
-    assert [seq.request_id for seq in step.started] == ["c"] and step.started[0].row == row
+    assert [seq.request_id for seq in step.started] == ["c"] and step.started[0].req_index == req_index
     commit(sched, step)
 
 

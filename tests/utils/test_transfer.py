@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmvllm.entrypoints.intake import pinning
 from mmvllm.inputs import EngineInput, MediaItem
-from mmvllm.utils.transfer import Uploader, pinned
+from mmvllm.utils.transfer import H2DCopier, pinned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -74,7 +74,7 @@ def test_allocation_and_copies_are_on_the_copy_stream_and_handed_over_before_use
     stream = FakeStream()
     sources = [torch.full((n, 4), n, dtype=torch.uint8) for n in (2, 1, 3)]
     with stream:
-        rows = Uploader(CPU, stream).rows(sources)
+        rows = H2DCopier(CPU, stream).concatenated(sources)
         rows + 1
     assert [name for where, name in stream.events if where == "copy stream"] == ["new_empty", *["copy_"] * 3]
     assert stream.events[4:] == [("current stream", "hand over"), ("current stream", "add")]
@@ -83,21 +83,21 @@ def test_allocation_and_copies_are_on_the_copy_stream_and_handed_over_before_use
 
 def test_rows_that_were_pinned_before_are_not_pinned_in_the_step(pins):
     sources = [pinned(torch.ones(n, 4)) for n in (2, 1)]
-    Uploader(CPU, FakeStream()).rows(sources)
+    H2DCopier(CPU, FakeStream()).concatenated(sources)
     assert len(pins) == 2
 
 
 def test_rows_on_the_device_stay_on_the_stream_that_they_were_made_on(pins):
     stream, made = FakeStream(), [torch.empty(n, 4, device="meta") for n in (2, 1)]
     with stream:
-        rows = Uploader(torch.device("meta"), stream).rows(made)
+        rows = H2DCopier(torch.device("meta"), stream).concatenated(made)
     assert rows.shape == (3, 4) and stream.events == [("current stream", "cat")] and not pins
 
 
 def test_without_a_stream_one_tensor_is_not_copied():
     x = torch.ones(2, 4)
-    assert Uploader(CPU).rows([x]) is x
-    assert Uploader(CPU).rows([x.t()]).is_contiguous()
+    assert H2DCopier(CPU).concatenated([x]) is x
+    assert H2DCopier(CPU).concatenated([x.t()]).is_contiguous()
 
 
 def prompt() -> EngineInput:

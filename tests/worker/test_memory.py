@@ -94,4 +94,4 @@ def test_the_trial_run_computes_the_largest_step(patches, checkpoint, make_llm, 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
     config = EngineConfig(max_vision_patches=patches, max_num_batched_tokens=32, max_num_seqs=64)
     assert peak_memory(runner.model, config, runner.block_size, runner.dtype, runner.device) == 123
-    assert seen == [max(4, patches // 4 * 4)] and steps == [((32, runner.model_config.row_size), 32)]
+    assert seen == [max(4, patches // 4 * 4)] and steps == [((32, runner.model_config.mm_embed_size), 32)]

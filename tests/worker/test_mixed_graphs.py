@@ -95,5 +95,5 @@ def test_memory_of_graphs_is_measured_on_the_largest_step(checkpoint, make_llm, 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 130)
     config = EngineConfig(max_num_seqs=20)
     assert graphs_bytes(runner.model, config, runner.block_size, runner.dtype, runner.device) == 60
-    assert steps == [((512, runner.model_config.row_size), memory.num_graph_logits(20))]
+    assert steps == [((512, runner.model_config.mm_embed_size), memory.num_graph_logits(20))]
     assert memory.num_graph_logits(1000) == 264

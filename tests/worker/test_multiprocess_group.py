@@ -65,8 +65,13 @@ def make(checkpoint):
         llm.exit()
 
 
+def listening_ports() -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == "LISTEN"}
+
+
 def test_two_processes_answer_as_one_does_and_leave_nothing(checkpoint, make):
-    shared_memory = names_of_shared_memory()
+    shared_memory, listening = names_of_shared_memory(), listening_ports()
     one = LLM(checkpoint, **ARGUMENTS)
     requests = [REQUEST, ask("Count the shapes."), ask(noise_image(60, 133, 2), "and", noise_image(91, 64, 1), "?")]
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -77,7 +82,7 @@ def test_two_processes_answer_as_one_does_and_leave_nothing(checkpoint, make):
     two.exit()
     two.exit()
     assert not process.is_running()
-    assert not any(connection.status == "LISTEN" for connection in psutil.Process().net_connections("tcp"))
+    assert not listening_ports() - listening
     assert not names_of_shared_memory() - shared_memory
 
 
@@ -117,7 +122,7 @@ def test_a_process_that_is_killed_while_idle_is_noticed(checkpoint, make):
     shared_memory = names_of_shared_memory()
     llm, process = make()
     process.kill()
-    wait_until(lambda: llm.engine.model_runner.peers.failure, "noticed")
+    wait_until(lambda: llm.engine.model_runner.worker_group.failure, "noticed")
     with pytest.raises(EngineFailed, match=KILLED):
         llm.generate_multimodal([REQUEST], LONG)
     llm.exit()
@@ -131,7 +136,7 @@ def test_a_process_that_does_not_answer_is_killed(is_idle, make):
     llm.generate(["Count"], SamplingParams(max_tokens=2), use_tqdm=False)
     process.suspend()
     if is_idle:
-        wait_until(lambda: llm.engine.model_runner.peers.failure == reason, "noticed")
+        wait_until(lambda: llm.engine.model_runner.worker_group.failure == reason, "noticed")
     with pytest.raises(EngineFailed, match=f"the engine failed: RanksFailed: {reason}"):
         llm.generate_multimodal([REQUEST], LONG)
     process.wait(LIMIT_SECONDS)

@@ -46,7 +46,7 @@ def test_out_of_memory_between_encoding_and_sharing(rank, make, monkeypatch):
     """The rank has the rows of its images, but the other has not got them."""
     expected = answers(make(1), REQUESTS)
     llm = make()
-    failing = FailingOnce(monkeypatch, rank, 1, OUT_OF_MEMORY, "_share_rows")
+    failing = FailingOnce(monkeypatch, rank, 1, OUT_OF_MEMORY, "_broadcast_encoder_outputs")
     assert answers(llm, REQUESTS) == expected
     assert failing.has_failed
     assert_idle(llm)
@@ -72,7 +72,9 @@ def test_a_dropped_step_that_failed_to_encode(size, rank, make, monkeypatch):
     first = llm.engine.add_request(llm.processor(REQUESTS["text"]), GREEDY)
     llm.engine.step()
     second = llm.engine.add_request(llm.processor(REQUESTS["one"]), GREEDY)
-    failing = FailingOnce(monkeypatch, rank, 1, OUT_OF_MEMORY, "_share_rows" if size > 1 else "_encode_own", size)
+    failing = FailingOnce(
+        monkeypatch, rank, 1, OUT_OF_MEMORY, "_broadcast_encoder_outputs" if size > 1 else "_encode_own", size
+    )
     llm.engine.step()  # launches the second request
     llm.engine.abort_request(first)
     llm.engine.abort_request(second)
@@ -86,7 +88,7 @@ def test_an_interrupt_between_the_reports_of_two_ranks(checkpoints, make_llm, mo
     folder, request = checkpoints("deepstack3-vit80-untied"), REQUESTS["one"]
     expected = run_at_once(make_llm(folder), [request])
     llm = make_llm(folder, tensor_parallel_size=3)
-    pipe = llm.engine.model_runner.peers._channels[1].pipe
+    pipe = llm.engine.model_runner.worker_group._channels[1].pipe
     with monkeypatch.context() as patch:
         for method in ("poll", "recv"):
             patch.setattr(pipe, method, _interrupt, raising=True)
@@ -104,17 +106,17 @@ def test_an_interrupt_while_a_dropped_step_is_settled(make, monkeypatch):
     """The reports of later steps are their own: a failure is that of its step."""
     expected = answers(make(1), ["text"])
     llm = make(async_scheduling=True)
-    peers = llm.engine.model_runner.peers
+    worker_group = llm.engine.model_runner.worker_group
     llm.engine.add_request(llm.processor(REQUESTS["text"]), GREEDY, "dropped")
     for _ in range(3):
         llm.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(peers, "settle", _interrupt)
+        patch.setattr(worker_group, "settle", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.engine.abort_request("dropped")
     group = llm.engine.add(llm.processor(REQUESTS["text"]), GREEDY)
     llm.engine.step()
-    assert len(peers._sent) == 1, "only the step that was launched ahead"
+    assert len(worker_group._sent) == 1, "only the step that was launched ahead"
     while not llm.engine.is_finished():
         llm.engine.step()
     assert [group.output.token_ids] == expected
@@ -146,7 +148,7 @@ def test_shared_memory_for_some_of_the_buffers_only_is_not_used(make, monkeypatc
 
     monkeypatch.setattr(SharedBuffer, "create", scarce)
     llm = make()
-    assert llm.engine.model_runner.peers._channels[0]._buffers == []
+    assert llm.engine.model_runner.worker_group._channels[0]._buffers == []
     assert answers(llm, REQUESTS) == answers(make(1), REQUESTS)
 
 
@@ -154,7 +156,7 @@ def test_shared_memory_for_some_of_the_buffers_only_is_not_used(make, monkeypatc
 def test_a_rank_that_cannot_complete_a_step_ends_all_requests(make, monkeypatch, limited_wait):
     llm = make()
     group = llm.engine.add(llm.processor(REQUESTS["one"]), GREEDY)
-    FailingOnce(monkeypatch, 0, 1, OUT_OF_MEMORY, "_media_rows")
+    FailingOnce(monkeypatch, 0, 1, OUT_OF_MEMORY, "_mm_embeds")
     real = torch.zeros
 
     def zeros(*args, **options):

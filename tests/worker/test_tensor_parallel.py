@@ -105,7 +105,7 @@ def test_too_few_devices_are_refused(checkpoints, make_llm, monkeypatch):
 
 @pytest.mark.essential(1)
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
-@pytest.mark.parametrize("method", ["_encode_own", "_media_rows", "append"])
+@pytest.mark.parametrize("method", ["_encode_own", "_mm_embeds", "append"])
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_out_of_memory_on_one_rank_is_taken_back_by_all(rank, step, method, ahead, checkpoints, make_llm, monkeypatch):
@@ -124,7 +124,7 @@ def test_out_of_memory_on_one_rank_is_taken_back_by_all(rank, step, method, ahea
 def test_another_error_on_one_rank_ends_the_requests_of_the_step(rank, checkpoints, make_llm, monkeypatch):
     folder = checkpoints("gqa2-tied")
     llm = make_llm(folder, tensor_parallel_size=2)
-    FailingOnce(monkeypatch, rank, 2, RuntimeError("no such kernel"), "_media_rows")
+    FailingOnce(monkeypatch, rank, 2, RuntimeError("no such kernel"), "_mm_embeds")
     groups = [llm.engine.add(llm.processor(REQUESTS[name]), GREEDY) for name in ("text", "one")]
     while not llm.engine.is_finished():
         llm.engine.step()
@@ -137,7 +137,7 @@ def test_an_interrupted_step_is_computed_again_by_all_ranks(checkpoints, make_ll
     folder = checkpoints("gqa2-tied")
     expected = tokens(make_llm(folder), [REQUESTS["one"]])
     llm = make_llm(folder, tensor_parallel_size=2)
-    engine, confirm = llm.engine, llm.engine.model_runner.peers.confirm
+    engine, confirm = llm.engine, llm.engine.model_runner.worker_group.confirm
     for step in range(1, 6):
         calls = []
 
@@ -147,10 +147,10 @@ def test_an_interrupted_step_is_computed_again_by_all_ranks(checkpoints, make_ll
                 raise KeyboardInterrupt
             confirm()
 
-        engine.model_runner.peers.confirm = interrupted
+        engine.model_runner.worker_group.confirm = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate_multimodal([REQUESTS["one"]], GREEDY)
-        engine.model_runner.peers.confirm = confirm
+        engine.model_runner.worker_group.confirm = confirm
         assert tokens(llm, [REQUESTS["one"]]) == expected
 
 

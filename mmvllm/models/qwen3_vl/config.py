@@ -54,7 +54,7 @@ class Qwen3VLVisionConfig(VisionConfig):
             raise ValueError(f"num_position_embeddings is {self.num_position_embeddings}, must be a square number")
 
     @property
-    def row_size(self) -> int:
+    def mm_embed_size(self) -> int:
         return (1 + len(self.deepstack_visual_indexes)) * self.out_hidden_size
 
 

@@ -71,7 +71,7 @@ class Qwen3VLVisionTransformer(nn.Module):
         return PatchLayout((vision_positions(grids, merge_size), *taps), (frames(grids),))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> rows (M, row_size).
+        """Normalised patches (P, patch_dim) of images, packed -> rows (M, mm_embed_size).
 
         A row is that of the last block, and then those of the blocks that `deepstack_visual_indexes` names.
         """

@@ -119,7 +119,7 @@ async def test_a_model_that_cannot_be_loaded_again_fails_its_requests_until_it_c
     engine = make()
     await released(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(LLMEngine, "made_again", lambda self: exec('raise MemoryError("no room")'))
+        patch.setattr(LLMEngine, "reload", lambda self: exec('raise MemoryError("no room")'))
         with pytest.raises(RequestFailed, match="the released model cannot be loaded again: MemoryError: no room"):
             await collect(engine, QUESTION, SHORT)
         health = engine.health()
@@ -136,14 +136,14 @@ async def test_shutdown_of_an_engine_that_is_released_or_being_loaded(make, monk
     await engine.shutdown()
     assert engine.health().status == "stopped"
     await released(other)
-    is_loading, may_load, made_again = threading.Event(), threading.Event(), LLMEngine.made_again
+    is_loading, may_load, reload = threading.Event(), threading.Event(), LLMEngine.reload
 
     def slow(self):
         is_loading.set()
         may_load.wait(20)
-        return made_again(self)
+        return reload(self)
 
-    monkeypatch.setattr(LLMEngine, "made_again", slow)
+    monkeypatch.setattr(LLMEngine, "reload", slow)
     request = asyncio.create_task(collect(other, QUESTION, SHORT))
     await reached(is_loading.is_set, "loading")
     stopping = asyncio.create_task(other.shutdown(drain=False))

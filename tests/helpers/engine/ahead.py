@@ -1,7 +1,7 @@
 """Requests for engines that launch a step before the tokens of the previous one are known, and their completions."""
 
 from mmvllm import SamplingParams
-from mmvllm.sampling.sampler import Sampled
+from mmvllm.sampling.sampler import AsyncSamplerOutput
 from tests.helpers.engine.engines import assert_idle
 from tests.helpers.engine.requests import ask, frames, noise_image
 
@@ -71,7 +71,7 @@ def run(llm, requests, later=()) -> list[list[tuple]]:
 
 def record_events(llm, monkeypatch) -> list[str]:
     """From now on: "launch" for every batch that runs, "wait" for every one whose tokens are read."""
-    seen, launch, wait = [], llm.engine.model_runner.run, Sampled.tokens
+    seen, launch, wait = [], llm.engine.model_runner.run, AsyncSamplerOutput.tokens
     monkeypatch.setattr(llm.engine.model_runner, "run", lambda *args: seen.append("launch") or launch(*args))
-    monkeypatch.setattr(Sampled, "tokens", lambda sampled: seen.append("wait") or wait(sampled))
+    monkeypatch.setattr(AsyncSamplerOutput, "tokens", lambda sampled: seen.append("wait") or wait(sampled))
     return seen

@@ -115,8 +115,8 @@ class Reference:
         return found[:, 0], delta.item()
 
     @torch.inference_mode()
-    def media_rows(self, inputs: dict) -> torch.Tensor:
-        """Rows (M, row_size) of images or videos: those for the embeddings, then those of each DeepStack layer."""
+    def mm_embeds(self, inputs: dict) -> torch.Tensor:
+        """Rows (M, mm_embed_size) of images or videos: those for the embeddings, then those of each DeepStack layer."""
         patches, grids = NAMES["image" if "pixel_values" in inputs else "video"]
         out = self.model.model.visual(inputs[patches], grid_thw=inputs[grids])
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)
