@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.paged_attention import done_counts, num_splits
 
 _MAX_SPLIT_TILES = 1024  # only fewer tiles than two for each multiprocessor are split

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 CAPABILITY = (8, 9)  # the first with products of 8-bit floats

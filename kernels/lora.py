@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 _SPLIT = 1024  # inputs that one program sums: few rows would keep few programs busy
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
 
 def normalize(patches: Tensor, table: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, multiplies_float32_faster, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, multiplies_float32_faster, runs_triton, tl, triton
 
 LOG2_E = math.log2(math.e)  # scores are multiplied by it, so that exp2, a single instruction, can replace exp
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
 from mmvllm.kernels.packed_attention import (
     LOG2_E,
     attend,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.row_params import ROW_PARAMS, column, load_float, packed
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.row_params import ROW_PARAMS, column, load_float, packed
 
 
 def penalize(logits: Tensor, counts: Tensor, params: Tensor, rows: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
 from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
 

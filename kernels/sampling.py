@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.argmax import largest_torch, scan_row, valid
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.row_params import ROW_PARAMS, column, load_float, packed
-from mmvllm.kernels.uniforms import uniform, uniforms
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.row_params import ROW_PARAMS, column, load_float, packed
+from mmvllm.kernels.common.uniforms import uniform, uniforms
 
 
 def sample(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor:

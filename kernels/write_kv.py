@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.kv_cache import CodedCache, KVCache
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.kv_cache import CodedCache, KVCache
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fetches what an http(s) URL names, within limits of bytes and of time."""
+"""Fetches a URL that the user gives, within limits of bytes and of time; clients' URLs: `media/http_fetching.py`."""
 
 import base64
 import http.client

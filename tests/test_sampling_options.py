@@ -178,7 +178,7 @@ def test_a_field_reaches_the_kernel(name):
     for row, params in enumerate([SamplingParams(temperature=1.0), changed(name)]):
         rows.add_sequence(row, Sequence([1], params, request_id="", block_size=4), frozenset())
     first, second = rows.on_device()
-    what = "_row_params, and to ROW_PARAMS in kernels/row_params.py and the kernels"
+    what = "_row_params, and to ROW_PARAMS in kernels/common/row_params.py and the kernels"
     message = missing(name, "mmvllm/sampling/sampling_states.py", what, "NOT_DRAWN")
     assert not torch.equal(first, second) or name in NOT_DRAWN, message
 

@@ -14,7 +14,7 @@ import mmvllm.kernels
 from mmvllm.bench.report import number, percent, print_table, record
 from mmvllm.bench.roofline import bytes_per_second
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.kernels.dispatch import Case, ExpertShapes, KernelShapes, VisionShapes
+from mmvllm.kernels.common.dispatch import Case, ExpertShapes, KernelShapes, VisionShapes
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
 from mmvllm.utils.transfer import current_device
@@ -58,14 +58,11 @@ def kernel_shapes(config: ModelConfig) -> KernelShapes:
 
 
 def _modules(names: list[str]) -> list[ModuleType]:
-    """The kernel files with cases, or those of them given by name."""
-    found = {
-        name: import_module(f"mmvllm.kernels.{name}") for _, name, _ in pkgutil.iter_modules(mmvllm.kernels.__path__)
-    }
-    known = {name: module for name, module in found.items() if hasattr(module, "cases")}
+    """All kernel files, or those given by name."""
+    known = [name for _, name, _ in pkgutil.iter_modules(mmvllm.kernels.__path__)]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no kernel {unknown[0]!r}; known: {', '.join(known)}")
-    return [module for name, module in known.items() if name in names or not names]
+    return [import_module(f"mmvllm.kernels.{name}") for name in known if name in names or not names]
 
 
 def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: float | None) -> dict:

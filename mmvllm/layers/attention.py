@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.kv_cache import KVCache
+from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.kernels.packed_attention import packed_attention_torch, packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 from mmvllm.layers.batch import Batch

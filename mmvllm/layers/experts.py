@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmvllm.config import ExpertsConfig
-from mmvllm.kernels.dispatch import runs_triton
+from mmvllm.kernels.common.dispatch import runs_triton
 from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from mmvllm.config import ModelConfig
+from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.kernels.fp8 import Fp8Rows
-from mmvllm.kernels.kv_cache import KVCache
 from mmvllm.kernels.rotary import rotary_write_kv
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.attention import AttentionBackend

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmvllm.config import ModelConfig
 from mmvllm.inputs import Grid, MediaRules
-from mmvllm.kernels.kv_cache import KVCache
+from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.batch import Batch
 from mmvllm.models.vision import PatchLayout

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.grounding import BoxFormat
 from mmvllm.inputs import Grid, MediaRules
-from mmvllm.kernels.kv_cache import KVCache
+from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.kernels.splice import splice
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.batch import Batch

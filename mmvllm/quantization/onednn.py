@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import multiplies_float32_faster
+from mmvllm.kernels.common.dispatch import multiplies_float32_faster
 from mmvllm.quantization.linear_method import WeightForm
 from mmvllm.quantization.quantized_weight import CodedWeight, int4_group_size, round_to_codes
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.row_params import ROW_PARAMS, packed
-from mmvllm.kernels.uniforms import stream_of
+from mmvllm.kernels.common.row_params import ROW_PARAMS, packed
+from mmvllm.kernels.common.uniforms import stream_of
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.scheduler.sequence import Sequence
 from mmvllm.utils.transfer import to_device

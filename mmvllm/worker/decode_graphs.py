@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from mmvllm.kernels.kv_cache import KVCache
+from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.models.interface import Model
 from mmvllm.scheduler.step_inputs import StepInputs
 from mmvllm.worker.cuda_graphs import Graphs

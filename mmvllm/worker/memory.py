@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.kernels.kv_cache import CODE_LIMITS, CodedCache, KVCache
+from mmvllm.kernels.common.kv_cache import CODE_LIMITS, CodedCache, KVCache
 from mmvllm.layers.batch import Batch, prompt_batch
 from mmvllm.models.interface import Model
 from mmvllm.sampling.sampler import trial

@@ -12,7 +12,7 @@ from mmvllm.kernels.coded_linear import (
     supports_groups,
     unpack_int4,
 )
-from mmvllm.kernels.dispatch import KernelShapes
+from mmvllm.kernels.common.dispatch import KernelShapes
 from mmvllm.kernels.fp8 import E4M3, supports_fp8
 from tests.helpers.models.kernels import assert_no_worse
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmvllm.kernels import grouped_linear as file
-from mmvllm.kernels.dispatch import ExpertShapes, KernelShapes
+from mmvllm.kernels.common.dispatch import ExpertShapes, KernelShapes
 from mmvllm.kernels.grouped_linear import grouped_linear, grouped_linear_torch, grouped_linear_triton
 from tests.helpers.models.kernels import assert_no_worse
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmvllm.kernels import lora as file
-from mmvllm.kernels.dispatch import KernelShapes
+from mmvllm.kernels.common.dispatch import KernelShapes
 from mmvllm.kernels.lora import lora_add, lora_add_torch, lora_add_triton
 from tests.helpers.models.kernels import assert_no_worse
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmvllm.kernels.common.uniforms import stream_of, uniforms
 from mmvllm.kernels.sampling import sample, sample_torch, sample_triton
-from mmvllm.kernels.uniforms import stream_of, uniforms
 from tests.helpers.models.sampling import every_row, row_params
 
 INF = float("inf")

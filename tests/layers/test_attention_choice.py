@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from mmvllm.kernels import dispatch
+from mmvllm.kernels.common import dispatch
 from mmvllm.kernels.paged_attention import paged_attention_torch
 from mmvllm.layers import attention_choice
 from mmvllm.layers.attention import (

@@ -17,7 +17,7 @@ import torch
 
 from mmvllm.bench.kernels import kernel_shapes
 from mmvllm.kernels import packed_attention, paged_attention
-from mmvllm.kernels.dispatch import Case
+from mmvllm.kernels.common.dispatch import Case
 from mmvllm.models.registry import load_config
 
 TILES = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (128, 32, 4), (64, 64, 4), (64, 128, 4)]  # rows, keys, warps

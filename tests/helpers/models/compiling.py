@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from mmvllm.kernels.dispatch import ExpertShapes, KernelShapes, VisionShapes
+from mmvllm.kernels.common.dispatch import ExpertShapes, KernelShapes, VisionShapes
 from mmvllm.kernels.packed_attention import packed_attention_triton
 from mmvllm.kernels.paged_attention import paged_attention_triton
 from mmvllm.kernels.quick_gelu import quick_gelu_triton

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.row_params import ROW_PARAMS, column, packed
-from mmvllm.kernels.uniforms import FIRST, SECOND, STEP
+from mmvllm.kernels.common.row_params import ROW_PARAMS, column, packed
+from mmvllm.kernels.common.uniforms import FIRST, SECOND, STEP
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 

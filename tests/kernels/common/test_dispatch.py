@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmvllm.kernels import dispatch
+from mmvllm.kernels.common import dispatch
 
 
 @pytest.mark.parametrize(("in_bfloat16", "expected"), [(0.5, False), (1.0, False), (2.0, True)])

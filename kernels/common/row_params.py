@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.dispatch import tl, triton
+from mmvllm.kernels.common.dispatch import tl, triton
 
 # Kernels read the columns by number: temperature is 0, repetition_penalty is 8.
 ROW_PARAMS = np.dtype(

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmvllm.kernels.dispatch import tl, triton
-from mmvllm.kernels.uniforms import stream_of, uniform, uniforms
+from mmvllm.kernels.common.dispatch import tl, triton
+from mmvllm.kernels.common.uniforms import stream_of, uniform, uniforms
 from tests.helpers.models.sampling import stream_with
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmvllm.kernels.kv_cache import CODE_LIMITS, CodedCache
+from mmvllm.kernels.common.kv_cache import CODE_LIMITS, CodedCache
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from mmvllm.kernels.rotary import rotary_triton, rotary_write_kv_triton
 from mmvllm.kernels.write_kv import write_kv_torch
