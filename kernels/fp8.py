@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, supports_fp8, tl, triton
 
 E4M3 = torch.float8_e4m3fn
-CAPABILITY = (8, 9)  # the first with products of 8-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,6 @@ def largest_magnitude(x, mask):
 def store_scaled(x, largest, out_ptr, mask):
     """Store x, or a part of a row, so that `largest` becomes 448, the largest value of e4m3."""
     tl.store(out_ptr, (x.to(tl.float32) * tl.div_rn(448.0, largest)).to(tl.float8e4nv), mask=mask)
-
-
-def supports_fp8(device: torch.device) -> bool:
-    """Whether the kernels that store 8-bit floats can run there; their references run on any CPU."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:

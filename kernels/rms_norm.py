@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows_torch, store_row, supports_fp8
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, supports_fp8, tl, triton
+from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows_torch, store_row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.fp8 import Fp8Rows, largest_magnitude, quantize_rows_torch, store_scaled, supports_fp8
+from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, supports_fp8, tl, triton
+from mmvllm.kernels.fp8 import Fp8Rows, largest_magnitude, quantize_rows_torch, store_scaled
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

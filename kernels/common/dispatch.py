@@ -16,16 +16,21 @@ except ImportError:  # Triton does not support macOS and Windows: kernels are de
     tl = SimpleNamespace(constexpr=None)
 
 __all__ = [
+    "FP8_CAPABILITY",
     "Case",
     "ExpertShapes",
     "KernelShapes",
     "VisionShapes",
     "multiplies_float32_faster",
     "runs_triton",
+    "supports_fp8",
     "tl",
     "triton",
     "triton_unusable",
 ]
+
+
+FP8_CAPABILITY = (8, 9)  # the first with products of 8-bit floats
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -40,6 +45,11 @@ def triton_unusable(device: torch.device) -> str | None:
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         return f"needs a CUDA device, this is {device.type}"
     return None
+
+
+def supports_fp8(device: torch.device) -> bool:
+    """Whether kernels that store 8-bit floats can run on this device; their references run on any CPU."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 @cache

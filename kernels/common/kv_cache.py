@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.fp8 import supports_fp8
+from mmvllm.kernels.common.dispatch import supports_fp8
 
 CODE_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a head's largest magnitude
 

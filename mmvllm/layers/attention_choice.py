@@ -8,9 +8,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.common.dispatch import triton_unusable
+from mmvllm.kernels.common.dispatch import supports_fp8, triton_unusable
 from mmvllm.kernels.common.kv_cache import CODE_LIMITS, KVCache
-from mmvllm.kernels.fp8 import E4M3, supports_fp8
+from mmvllm.kernels.fp8 import E4M3
 from mmvllm.layers.attention import (
     FLASH_BLOCK_SIZE,
     AttentionBackend,

@@ -5,8 +5,7 @@ from math import gcd
 import torch
 from torch import nn
 
-from mmvllm.kernels.common.dispatch import multiplies_float32_faster
-from mmvllm.kernels.fp8 import supports_fp8
+from mmvllm.kernels.common.dispatch import multiplies_float32_faster, supports_fp8
 from mmvllm.layers.experts import Experts
 from mmvllm.layers.linear import ConvertedModule, Linear
 from mmvllm.layers.vocabulary import VocabularyHead

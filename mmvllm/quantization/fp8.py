@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.fp8 import CAPABILITY, E4M3, Fp8Rows, quantize_rows, quantize_rows_torch, scaled_linear
+from mmvllm.kernels.common.dispatch import FP8_CAPABILITY
+from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, quantize_rows_torch, scaled_linear
 from mmvllm.quantization.linear_method import WeightForm
 from mmvllm.quantization.quantized_weight import CodedWeight
 
@@ -56,8 +57,8 @@ def fp8_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if dtype != torch.bfloat16:
         return f"needs dtype bfloat16; this is {str(dtype).removeprefix('torch.')}"
-    if (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
-        numbers = [".".join(map(str, pair)) for pair in (CAPABILITY, found)]
+    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        numbers = [".".join(map(str, pair)) for pair in (FP8_CAPABILITY, found)]
         return "needs a GPU of compute capability {} or above (Ada, Hopper, Blackwell); this has {}".format(*numbers)
     return _product_fails(device)
 

@@ -12,8 +12,8 @@ from mmvllm.kernels.coded_linear import (
     supports_groups,
     unpack_int4,
 )
-from mmvllm.kernels.common.dispatch import KernelShapes
-from mmvllm.kernels.fp8 import E4M3, supports_fp8
+from mmvllm.kernels.common.dispatch import KernelShapes, supports_fp8
+from mmvllm.kernels.fp8 import E4M3
 from tests.helpers.models.kernels import assert_no_worse
 
 pytestmark = pytest.mark.thinned

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
+from mmvllm.kernels.common.dispatch import FP8_CAPABILITY, supports_fp8
 from mmvllm.kernels.fp8 import (
-    CAPABILITY,
     E4M3,
     quantize_rows,
     quantize_rows_torch,
     quantize_rows_triton,
     scaled_linear,
     scaled_linear_torch,
-    supports_fp8,
 )
 from mmvllm.kernels.rms_norm import add_rms_norm_fp8_torch, add_rms_norm_fp8_triton, add_rms_norm_triton
 from mmvllm.kernels.silu_mul import silu_mul_fp8_torch, silu_mul_fp8_triton, silu_mul_triton
@@ -111,7 +110,7 @@ def test_the_arguments_of_the_product_are_those_that_torch_takes(device):
 
 
 def test_only_newer_gpus_have_8_bit_floats(monkeypatch):
-    assert CAPABILITY == (8, 9) and E4M3.itemsize == 1
+    assert FP8_CAPABILITY == (8, 9) and E4M3.itemsize == 1
     for capability, expected in {(8, 0): False, (8, 6): False, (8, 9): True, (9, 0): True, (12, 0): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert supports_fp8(torch.device("cuda")) is expected
