@@ -163,8 +163,8 @@ def attend(
     """Add one tile of keys and values to an online softmax in base 2 (FlashAttention-2, arXiv 2307.08691).
 
     q (R, D_MAIN) and q_tail (R, D_TAIL); pointers to the tile's rows, and which of them exist (BLOCK_N,); `visible`
-    (1 or R, BLOCK_N) must include at least one key of the first tile for each row. Rows of codes, which any dtype of q
-    holds exactly, have scales (BLOCK_N,): a multiplication for each key, instead of one for each of its values.
+    (1 or R, BLOCK_N) must include at least one key of the first tile for each row. Quantized rows, whose values any
+    dtype of q holds exactly, have scales (BLOCK_N,): one multiplication per key instead of one per value.
 
     Kernels that call it are compiled with enable_fp_fusion: the exponents scores * scale - top are then rounded once,
     and the rounding of `top`, common to all keys, cancels, however large the scores are.

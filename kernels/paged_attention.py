@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.common.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
+from mmvllm.kernels.common.kv_cache import KVCache, QuantizedKVCache, kv_cache_dtypes, values_and_scales
 from mmvllm.kernels.packed_attention import (
     LOG2_E,
     attend,
@@ -40,7 +40,7 @@ def paged_attention(
     """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
 
     A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
-    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its dtype or in codes; cu_seqlens_q (S + 1,),
+    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its dtype or quantized; cu_seqlens_q (S + 1,),
     kv_lens (S,) and block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first
     num_decodes sequences have one query each; others may have one too, but run fastest if they are among these, or
     none.
@@ -104,7 +104,7 @@ def _decode_torch(q: Tensor, k_cache: KVCache, v_cache: KVCache, kv_lens: Tensor
 
 def _gather(cache: KVCache, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Cached keys or values of the blocks (S, B) of S sequences -> (S, K, B * block_size, D), a view of a copy."""
-    if isinstance(cache, CodedCache):
+    if isinstance(cache, QuantizedKVCache):
         rows = cache.blocks(blocks.flatten(), dtype)
     else:
         rows = cache.index_select(0, blocks.flatten())  # 5 times as fast as cache[blocks] on a CPU
@@ -145,12 +145,12 @@ def _prefill(
     """Write the rows of `out` from cu_seqlens_q[0] on; that many rows of q and out belong to other sequences."""
     (_, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
-    if isinstance(k_cache, CodedCache):
-        block_n = max(16, block_n // 2)  # codes become operands in registers, which have no room for more
+    if isinstance(k_cache, QuantizedKVCache):
+        block_n = max(16, block_n // 2)  # quantized values become operands in registers, which have no room for more
     block_m = max(block_m, triton.next_power_of_2(H // K))
     block_q = block_m // (H // K)
     _paged_attention_kernel[(num_queries // block_q + S, K)](
-        *(q, *codes_and_scales(k_cache), *codes_and_scales(v_cache), out, cu_seqlens_q, kv_lens, block_table),
+        *(q, *values_and_scales(k_cache), *values_and_scales(v_cache), out, cu_seqlens_q, kv_lens, block_table),
         *(S, block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
         *(H, K, D, *head_pieces(D), block_size, block_q, block_m, block_n),
         num_warps=num_warps,
@@ -170,7 +170,7 @@ def _decode(
     part_weights = q.new_empty(S, K, splits, H // K, dtype=torch.float32)
     done = done_counts(triton.next_power_of_2(max(S * K, 1024)), q.device)
     _paged_attention_decode_kernel[(S, K, splits)](
-        *(q, *codes_and_scales(k_cache), *codes_and_scales(v_cache)),
+        *(q, *values_and_scales(k_cache), *values_and_scales(v_cache)),
         *(out, kv_lens, block_table, parts, part_weights, done),
         *(block_table.stride(0), q.stride(0), q.stride(1), LOG2_E / math.sqrt(D)),
         *(H, K, D, *head_pieces(D), triton.next_power_of_2(D), block_size),
@@ -215,7 +215,7 @@ def _heads_at(blocks, key, exists, K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_scales(scales, heads, exists):
-    """Of codes, the scales (BLOCK_N,) of these heads; None for plain values."""
+    """The scales of a quantized cache (BLOCK_N,) of these heads; None for plain values."""
     if scales is None:
         return None
     else:
@@ -423,11 +423,11 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
     """One decoding sequence, 64 of them, and a whole prompt, in blocks of 16; with keys and values also in 8 bits."""
     H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     steps = ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024))
-    for (S, query_len, kv_len), kv_dtype in product(steps, (dtype, *code_dtypes(device))):
+    for (S, query_len, kv_len), kv_dtype in product(steps, (dtype, *kv_cache_dtypes(device))):
         blocks = kv_len // 16
         cache = torch.randn(2, S * blocks, 16, K, D, device=device, dtype=dtype)
         if kv_dtype != dtype:
-            cache = [CodedCache.of(x, kv_dtype) for x in cache]
+            cache = [QuantizedKVCache.of(x, kv_dtype) for x in cache]
         seen = S * (query_len * (kv_len - query_len) + query_len * (query_len + 1) // 2)  # (query, key) pairs
         stored = "" if kv_dtype == dtype else f" {kv_dtype}".replace("torch.", "")
         yield Case(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.common.kv_cache import CodedCache, KVCache, code_dtypes, codes_and_scales
+from mmvllm.kernels.common.kv_cache import KVCache, QuantizedKVCache, kv_cache_dtypes, values_and_scales
 from mmvllm.kernels.rms_norm import rms_norm_torch
 from mmvllm.kernels.write_kv import write_kv_torch
 
@@ -97,7 +97,7 @@ def rotary_write_kv_triton(
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    caches = (*codes_and_scales(k_cache), *codes_and_scales(v_cache))
+    caches = (*values_and_scales(k_cache), *values_and_scales(v_cache))
     tensors = (q, k, v, cos, sin, q_out, *caches, slot_mapping)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     norm = (None, None, 0.0) if qk_norm is None else qk_norm
@@ -273,7 +273,7 @@ def _store_codes(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """Store the halves of a token's heads as codes of `ptr`'s dtype, and their scales, as `CodedCache.write` does."""
+    """Quantize the halves of a token's heads to `ptr`'s dtype and store them, as `QuantizedKVCache.write` does."""
     IS_INT: tl.constexpr = ptr.dtype.element_ty == tl.int8
     LIMIT: tl.constexpr = 127.0 if IS_INT else 448.0
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -300,10 +300,10 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
         arguments, norm = (q, k, v, cos, sin, *caches, slots), (*torch.randn(2, D, device=device, dtype=dtype), 1e-6)
         yield Case("rotary_write_kv", shape, arguments, moved)
         yield Case("rotary_write_kv", f"{shape} normalised", (*arguments, norm), moved + 2 * norm[0].nbytes)
-        for code_dtype in code_dtypes(device):
-            coded = [CodedCache.of(cache, code_dtype) for cache in caches]
-            arguments, less = (q, k, v, cos, sin, *coded, slots), caches.nbytes - 2 * coded[0].nbytes
-            yield Case("rotary_write_kv", f"{shape} {code_dtype}".replace("torch.", ""), arguments, moved - less)
+        for kv_dtype in kv_cache_dtypes(device):
+            quantized = [QuantizedKVCache.of(cache, kv_dtype) for cache in caches]
+            arguments, less = (q, k, v, cos, sin, *quantized, slots), caches.nbytes - 2 * quantized[0].nbytes
+            yield Case("rotary_write_kv", f"{shape} {kv_dtype}".replace("torch.", ""), arguments, moved - less)
     for P in (1024, 16384) if shapes.vision else ():
         H, D = shapes.vision.num_heads, shapes.vision.head_dim
         q, k, _, cos, sin = _arguments(P, H, H, D, torch.float32, device, dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
-from mmvllm.kernels.common.kv_cache import CodedCache, KVCache
+from mmvllm.kernels.common.kv_cache import KVCache, QuantizedKVCache
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -21,9 +21,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def write_kv_torch(k: Tensor, v: Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: Tensor) -> None:
-    """As `write_kv`; caches may hold codes."""
+    """As `write_kv`; caches may be quantized."""
     for x, cache in ((k, k_cache), (v, v_cache)):
-        if isinstance(cache, CodedCache):
+        if isinstance(cache, QuantizedKVCache):
             cache.write(slot_mapping, x)
         else:
             cache.view(-1, *x.shape[1:]).index_copy_(0, slot_mapping, x)

@@ -250,7 +250,7 @@ class EngineConfig:
             rounds the decoder's weights to 4 bits in groups, and on a CPU the others to 8 bits; "fp8" rounds the
             decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
             bfloat16; completions change slightly. By default weights keep the dtype, and those of a quantized
-            checkpoint their own codes.
+            checkpoint stay quantized.
         kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
             in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
             GPUs of compute capability 8.9 or above; "auto" stores them in the dtype of the weights.
@@ -386,7 +386,7 @@ class EngineConfig:
 
         On a CPU float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512). There, a
         float16 checkpoint is in float32, which has all its values, but in bfloat16 if it is quantized, because products
-        with codes are in bfloat16.
+        with quantized weights are in bfloat16.
         """
         import torch
 

@@ -1,8 +1,7 @@
-"""Keys and values in 8 bits: codes, and a scale for each head of each slot.
+"""KV cache in 8 bits, with a scale per head and slot.
 
-The scales are stored by blocks, as the codes are. One scale for all slots of a block would not do: a token that is
-written later may be larger than all before it, and rounding these again would make what is read depend on how a prompt
-was cut into steps, and on whether its first blocks came from the cache.
+Scales are stored in blocks, as the values are. One scale per block would not do: a later token may be larger than all
+earlier ones, and requantizing those would make results depend on how a prompt is chunked and on prefix cache hits.
 """
 
 from collections.abc import Iterator
@@ -14,72 +13,75 @@ from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import supports_fp8
 
-CODE_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the code of a head's largest magnitude
+DTYPE_LIMITS = {
+    torch.int8: 127.0,
+    torch.float8_e4m3fn: 448.0,
+}  # the value that a head's largest magnitude is rounded to
 
 
 @dataclass(frozen=True, slots=True)
-class CodedCache:
-    """A KV cache whose values are codes * scales; indexed as the tensor of its codes, up to the slots of a block.
+class QuantizedKVCache:
+    """A quantized KV cache: `values * scales`. Indexing applies to the leading axes, up to the slots of a block.
 
     Args:
-        codes: (..., num_blocks, block_size, K, D), int8 or float8_e4m3fn.
+        values: (..., num_blocks, block_size, K, D), int8 or float8_e4m3fn.
         scales: (..., num_blocks, block_size, K), float32.
     """
 
-    codes: Tensor
+    values: Tensor
     scales: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, dtype: torch.dtype) -> "CodedCache":
-        """The values x (num_blocks, block_size, K, D), rounded."""
+    def of(cls, x: Tensor, dtype: torch.dtype) -> "QuantizedKVCache":
+        """Quantize x (num_blocks, block_size, K, D)."""
         cache = cls(torch.empty_like(x, dtype=dtype), torch.empty(x.shape[:-1], device=x.device))
         cache.write(torch.arange(x.shape[:2].numel(), device=x.device), x.flatten(0, 1))
         return cache
 
     @property
     def shape(self) -> torch.Size:
-        return self.codes.shape
+        return self.values.shape
 
     @property
     def device(self) -> torch.device:
-        return self.codes.device
+        return self.values.device
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        return self.values.nbytes + self.scales.nbytes
 
     def is_contiguous(self) -> bool:
-        return self.codes.is_contiguous() and self.scales.is_contiguous()
+        return self.values.is_contiguous() and self.scales.is_contiguous()
 
-    def __iter__(self) -> Iterator["CodedCache"]:
-        return map(CodedCache, self.codes, self.scales)
+    def __iter__(self) -> Iterator["QuantizedKVCache"]:
+        return map(QuantizedKVCache, self.values, self.scales)
 
-    def __getitem__(self, index: Any) -> "CodedCache":
-        return CodedCache(self.codes.view(torch.int8)[index].view(self.codes.dtype), self.scales[index])
+    def __getitem__(self, index: Any) -> "QuantizedKVCache":
+        return QuantizedKVCache(self.values.view(torch.int8)[index].view(self.values.dtype), self.scales[index])
 
-    def __setitem__(self, index: Any, other: "CodedCache") -> None:
-        self.codes.view(torch.int8)[index] = other.codes.view(torch.int8)
+    def __setitem__(self, index: Any, other: "QuantizedKVCache") -> None:
+        self.values.view(torch.int8)[index] = other.values.view(torch.int8)
         self.scales[index] = other.scales
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """Round x (N, K, D) to its slots (N,): each head is divided by its largest magnitude, whatever is around it."""
+        """Quantize x (N, K, D) into its slots (N,), with the largest magnitude of each head as its scale."""
         wide = x.float()
-        largest, limit = wide.abs().amax(dim=-1).clamp_(min=1e-12), CODE_LIMITS[self.codes.dtype]
-        codes = wide * (limit / largest)[..., None]
-        if self.codes.dtype == torch.int8:
-            codes.round_()
-        codes = codes.to(self.codes.dtype).view(torch.int8)  # torch has no such operation on 8-bit floats
-        self.codes.view(torch.int8).view(-1, *x.shape[1:]).index_copy_(0, slots, codes)
+        largest, limit = wide.abs().amax(dim=-1).clamp_(min=1e-12), DTYPE_LIMITS[self.values.dtype]
+        values = wide * (limit / largest)[..., None]
+        if self.values.dtype == torch.int8:
+            values.round_()
+        values = values.to(self.values.dtype).view(torch.int8)  # torch has no such operation on 8-bit floats
+        self.values.view(torch.int8).view(-1, *x.shape[1:]).index_copy_(0, slots, values)
         self.scales.view(-1, x.shape[1]).index_copy_(0, slots, largest / limit)
 
     def blocks(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of some blocks (B,) -> (B, block_size, K, D) in this dtype."""
-        codes = self.codes.view(torch.int8).index_select(0, indices)
+        """Dequantize blocks (B,) -> (B, block_size, K, D) in this dtype."""
+        values = self.values.view(torch.int8).index_select(0, indices)
         scales = self.scales.index_select(0, indices)[..., None]
         wide = torch.float32 if dtype == torch.float16 else dtype  # float16 would lose bits of small scales
-        if self.codes.dtype == torch.int8:
-            return codes.to(wide).mul_(scales.to(wide)).to(dtype)
-        return _as_halves(codes).to(wide).mul_((2**8 * scales).to(wide)).to(dtype)
+        if self.values.dtype == torch.int8:
+            return values.to(wide).mul_(scales.to(wide)).to(dtype)
+        return _as_halves(values).to(wide).mul_((2**8 * scales).to(wide)).to(dtype)
 
 
 def _as_halves(bits: Tensor) -> Tensor:
@@ -90,14 +92,14 @@ def _as_halves(bits: Tensor) -> Tensor:
     return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(0xBF80 - 2**16).view(torch.float16)
 
 
-KVCache = Tensor | CodedCache
+KVCache = Tensor | QuantizedKVCache
 
 
-def code_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Those that kernels can store and read on this device; the code of a CPU reads all."""
+def kv_cache_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The 8-bit dtypes of a KV cache that kernels on this device support."""
     return (torch.int8, torch.float8_e4m3fn) if supports_fp8(device) else (torch.int8,)
 
 
-def codes_and_scales(cache: KVCache) -> tuple[Tensor, Tensor | None]:
-    """What kernels take of a cache: plain values have no scales."""
-    return (cache.codes, cache.scales) if isinstance(cache, CodedCache) else (cache, None)
+def values_and_scales(cache: KVCache) -> tuple[Tensor, Tensor | None]:
+    """The tensors of a cache, as kernels take them; the scales of an unquantized cache are None."""
+    return (cache.values, cache.scales) if isinstance(cache, QuantizedKVCache) else (cache, None)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from mmvllm.bench.costs import ModelCosts, keys_seen
 from mmvllm.bench.runs import Run, is_prefill, now
 from mmvllm.entrypoints.llm import LLM
-from mmvllm.layers.linear import ConvertedModule, Linear
-from mmvllm.models.quant_methods import choose_forms
+from mmvllm.layers.linear import Linear, LinearMethodModule
+from mmvllm.models.quant_methods import choose_linear_methods
 from mmvllm.outputs import RequestOutput
-from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.linear_method import LinearMethod
 from mmvllm.worker.memory import kv_block_bytes
 
 READ_BYTES = {"cpu": 1 << 30, "cuda": 1 << 30}  # far larger than any cache
@@ -57,15 +57,15 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers, and tensors of the weights that are in another form."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
-    if isinstance(module, ConvertedModule):
-        yield from _tensors_in(module.converted)
+    if isinstance(module, LinearMethodModule):
+        yield from _tensors_in(module.method)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, WeightForm | list | tuple):
-        for part in vars(value).values() if isinstance(value, WeightForm) else value:
+    elif isinstance(value, LinearMethod | list | tuple):
+        for part in vars(value).values() if isinstance(value, LinearMethod) else value:
             yield from _tensors_in(part)
 
 
@@ -94,11 +94,13 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
-    if quantization == "int4":  # the fastest products of such a model: on a GPU codes are multiplied in its dtype
+    if (
+        quantization == "int4"
+    ):  # the fastest products of such a model: on a GPU int4 weights are multiplied in its dtype
         quantization = "int8" if device.type == "cpu" else None
     decoder = nn.ModuleDict({"layers": nn.ModuleList([linear])})  # whose layers take all kinds of quantization
-    choose_forms(nn.ModuleDict({"decoder": decoder}), device, dtype, quantization)
-    linear.requires_grad_(False).convert()
+    choose_linear_methods(nn.ModuleDict({"decoder": decoder}), device, dtype, quantization)
+    linear.requires_grad_(False).process_weights_after_loading()
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
 
 

@@ -9,7 +9,7 @@ from mmvllm.config import EngineConfig, ModelConfig, torch_dtype
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.linear import weight_bytes
 from mmvllm.models.interface import Model
-from mmvllm.models.quant_methods import choose_forms, keep_codes
+from mmvllm.models.quant_methods import choose_linear_methods, keep_quantized
 from mmvllm.models.registry import family_of
 from mmvllm.models.splitting import PlannedRank, rank_config
 from mmvllm.processes.ranks import SINGLE, Ranks
@@ -95,9 +95,9 @@ class Memory:
 
     def _model(self, dtype: torch.dtype, quantization: str | None = None) -> Model:
         model = without_weights(self.whole_config, self.attention, self.ranks)
-        choose_forms(model, self.device, dtype, quantization)
+        choose_linear_methods(model, self.device, dtype, quantization)
         if self.whole_config.quantization is not None and quantization is None:
-            keep_codes(model, self.device, dtype)
+            keep_quantized(model, self.device, dtype)
         return model
 
     def _num_blocks(self, dtype: torch.dtype) -> int:

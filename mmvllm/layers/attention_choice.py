@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import supports_fp8, triton_unusable
-from mmvllm.kernels.common.kv_cache import CODE_LIMITS, KVCache
+from mmvllm.kernels.common.kv_cache import DTYPE_LIMITS, KVCache
 from mmvllm.kernels.fp8 import E4M3
 from mmvllm.layers.attention import (
     FLASH_BLOCK_SIZE,
@@ -141,7 +141,7 @@ def _why_not_paged(
         return None
     if backend is TritonAttention:
         return triton_unusable(device)
-    if device.type == "cuda" and kv_dtype in CODE_LIMITS:
+    if device.type == "cuda" and kv_dtype in DTYPE_LIMITS:
         return "does not read keys and values in 8 bits"
     reason = _why_not(backend, head_dim, device, dtype) or _wrong_block_size(backend, block_size)
     return reason or _failure(lambda: _try_paged(backend, head_dim, device, dtype, block_size))

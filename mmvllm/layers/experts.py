@@ -14,11 +14,11 @@ from mmvllm.kernels.grouped_linear import grouped_linear
 from mmvllm.kernels.silu_mul import silu_mul
 from mmvllm.kernels.splice import splice_add
 from mmvllm.layers.batch import AdapterRows
-from mmvllm.layers.linear import ConvertedModule, by_rows
+from mmvllm.layers.linear import LinearMethodModule, by_rows
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.onednn import PackedWeight
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.onednn import OneDNNLinear
 
 
 class SparseMLP(nn.Module):
@@ -41,14 +41,14 @@ class SparseMLP(nn.Module):
         return self.experts(x, chosen, weights.to(x.dtype))  # rounded, as transformers does
 
 
-class Experts(nn.Module, ConvertedModule):
+class Experts(nn.Module, LinearMethodModule):
     """Gated MLPs (arXiv 2002.05202): `gate_up_proj` (E, 2 I, C), gate first, and `down_proj` (E, C, I).
 
     Of a shard of the experts, E is its length; choices of other experts add nothing. A token's results are added in an
     order that depends on this token alone: that of its experts on a CPU, that of their probabilities with Triton.
     """
 
-    converted: list[tuple[WeightForm, WeightForm]] | None = None
+    method: list[tuple[LinearMethod, LinearMethod]] | None = None
 
     def __init__(self, hidden_size: int, experts: int | Shard, intermediate_size: int):
         super().__init__()
@@ -66,12 +66,12 @@ class Experts(nn.Module, ConvertedModule):
     def weight_shapes(self) -> Sequence[torch.Size]:
         return self._shapes * self.shard.length
 
-    def convert(self) -> None:
-        if self.form is not None:
+    def process_weights_after_loading(self) -> None:
+        if self.linear_method is not None:
             # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, padded at 18.
-            form = partial(PackedWeight, min_rows=1) if self.form is PackedWeight else self.form
+            form = partial(OneDNNLinear, min_rows=1) if self.linear_method is OneDNNLinear else self.linear_method
             experts = zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
-            self.converted = [(form(gate_up, bias=None), form(down, bias=None)) for gate_up, down in experts]
+            self.method = [(form(gate_up, bias=None), form(down, bias=None)) for gate_up, down in experts]
             self.gate_up_proj = self.down_proj = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ class Experts(nn.Module, ConvertedModule):
         return total.to(x.dtype)
 
     def _mlp(self, expert: int, rows: Tensor) -> Tensor:
-        if self.converted is None:
+        if self.method is None:
             gate_up_proj, down_proj = (partial(F.linear, weight=w[expert]) for w in (self.gate_up_proj, self.down_proj))
         else:
-            gate_up_proj, down_proj = self.converted[expert]
+            gate_up_proj, down_proj = self.method[expert]
         return by_rows(lambda some: down_proj(silu_mul(gate_up_proj(some))), rows)

@@ -1,4 +1,4 @@
-"""Linear layers, whose weights may take another form once they are loaded."""
+"""Linear layers; a `LinearMethod` may process and multiply their weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -11,41 +11,41 @@ from mmvllm.kernels.silu_mul import silu_mul, silu_mul_fp8
 from mmvllm.layers.batch import AdapterRows
 from mmvllm.layers.lora import AdapterStack
 from mmvllm.layers.sharding import CheckpointView, Shard
-from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.onednn import PackedGate, PackedWeight
-from mmvllm.quantization.quantized_weight import CodedParts, CodedWeight
+from mmvllm.quantization.fp8 import Fp8Linear
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.onednn import OneDNNGate, OneDNNLinear
+from mmvllm.quantization.quantized_tensor import QuantizedParts, QuantizedTensor
 
 _CACHED_ROWS = 1024
 
 
 class AssembledModule(ABC):
-    """A module whose parameters are not tensors of the checkpoint as they are, but are assembled from such."""
+    """A module whose parameters are assembled from tensors of the checkpoint."""
 
     @abstractmethod
     def checkpoint_views(self) -> Iterator[CheckpointView]:
-        """Of each tensor of the checkpoint; what no view covers is padding, and is zero."""
+        """One view for each tensor of the checkpoint; what no view covers is padding, and is zero."""
 
 
-class ConvertedModule(AssembledModule):
-    """A module whose weights take another form once they are loaded.
+class LinearMethodModule(AssembledModule):
+    """A module whose weights are processed by a `LinearMethod` after loading.
 
     Args:
-        form: how the weights are kept and multiplied; None keeps them as parameters.
+        form: how the weights are stored and multiplied; None keeps them as parameters.
     """
 
-    form: type[WeightForm] | None = None
+    linear_method: type[LinearMethod] | None = None
 
     @abstractmethod
     def weight_shapes(self) -> Sequence[torch.Size]:
-        """Of each weight (out, in)."""
+        """The shape (out, in) of each weight."""
 
     @abstractmethod
-    def convert(self) -> None:
-        """Bring the weights into the form; called once, when all values have been copied."""
+    def process_weights_after_loading(self) -> None:
+        """Process the weights; called once, when all values have been copied."""
 
 
-class Linear(nn.Linear, ConvertedModule):
+class Linear(nn.Linear, LinearMethodModule):
     """x (N, in) -> x Wᵀ + b.
 
     A size that is a shard is that of the rank: with a part of the inputs, which allows no bias, the result is to be
@@ -53,8 +53,8 @@ class Linear(nn.Linear, ConvertedModule):
     are already. Scales of 8 bits are those of the rank's part of a row.
     """
 
-    converted: WeightForm | None = None
-    codes: CodedParts | None = None  # a checkpoint's own, until they are converted
+    method: LinearMethod | None = None
+    quantized: QuantizedParts | None = None  # the checkpoint's quantized weight, until it is processed
     group_size: int | None = None  # of these
     adapters: AdapterStack | None = None  # where requests may have adapters of their own
 
@@ -66,23 +66,23 @@ class Linear(nn.Linear, ConvertedModule):
 
     @property
     def is_fp8(self) -> bool:
-        return self.form is Fp8Weight
+        return self.linear_method is Fp8Linear
 
     def weight_shapes(self) -> Sequence[torch.Size]:
         return (torch.Size((self.out_features, self.in_features)),)
 
-    def keep_codes(self, group_size: int) -> None:
-        """Before weights are loaded: take the checkpoint's codes, in groups of this size, as they are."""
-        self.codes, self.group_size, self.weight = CodedParts(*self.weight_shapes()), group_size, None
+    def keep_quantized(self, group_size: int) -> None:
+        """Keep the checkpoint's quantized weight, in groups of this size; call it before weights are loaded."""
+        self.quantized, self.group_size, self.weight = QuantizedParts(*self.weight_shapes()), group_size, None
 
-    def convert(self) -> None:
-        if self.form is not None:
-            weight = self.weight if self.codes is None else self.codes.joined()
-            self.converted = self._converted(weight)
-            self.weight = self.codes = None
+    def process_weights_after_loading(self) -> None:
+        if self.linear_method is not None:
+            weight = self.weight if self.quantized is None else self.quantized.joined()
+            self.method = self._make_method(weight)
+            self.weight = self.quantized = None
 
-    def _converted(self, weight: Tensor | CodedWeight) -> WeightForm:
-        return self.form(weight, self.bias)
+    def _make_method(self, weight: Tensor | QuantizedTensor) -> LinearMethod:
+        return self.linear_method(weight, self.bias)
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
         yield from self._views(self.rows)
@@ -91,8 +91,8 @@ class Linear(nn.Linear, ConvertedModule):
         """Of tensors whose `rows` follow each other from row `start` on."""
         at = slice(start, start + rows.length)
         columns = slice(self.columns.length)
-        if self.codes is not None:
-            yield CheckpointView("weight", part, self.codes.view(at, columns), (rows, self.columns))
+        if self.quantized is not None:
+            yield CheckpointView("weight", part, self.quantized.view(at, columns), (rows, self.columns))
         elif self.weight is not None:
             yield CheckpointView("weight", part, self.weight.data[at, columns], (rows, self.columns))
         if self.bias is not None:
@@ -109,7 +109,7 @@ class Linear(nn.Linear, ConvertedModule):
         return y
 
     def _product(self, x: Tensor | Fp8Rows) -> Tensor:
-        return nn.Linear.forward(self, x) if self.converted is None else self.converted(x)
+        return nn.Linear.forward(self, x) if self.method is None else self.method(x)
 
 
 class MergedLinear(Linear):
@@ -143,15 +143,17 @@ class SiluGate(MergedLinear):
     def __init__(self, in_size: int, intermediate_size: int | Shard, bias: bool = False, padding: int = 0):
         super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
-    def _converted(self, weight: Tensor | CodedWeight) -> WeightForm:
-        if self.form is PackedWeight and self.adapters is None:  # which add to what the activation is applied to
-            return PackedGate(weight, self.bias)
-        return super()._converted(weight)
+    def _make_method(self, weight: Tensor | QuantizedTensor) -> LinearMethod:
+        if (
+            self.linear_method is OneDNNLinear and self.adapters is None
+        ):  # which add to what the activation is applied to
+            return OneDNNGate(weight, self.bias)
+        return super()._make_method(weight)
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor | Fp8Rows:
         """With a weight of 8-bit floats, the result is rounded to 8 bits too."""
-        if isinstance(self.converted, PackedGate):
-            return self.converted(x)
+        if isinstance(self.method, OneDNNGate):
+            return self.method(x)
         gate_up = Linear.forward(self, x, adapters)
         return silu_mul_fp8(gate_up) if self.is_fp8 else silu_mul(gate_up)
 
@@ -189,9 +191,9 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     total, shared = 0, set()
     for module in model.modules():
         own = module.named_parameters(recurse=False)
-        if isinstance(module, ConvertedModule) and module.form is not None:
+        if isinstance(module, LinearMethodModule) and module.linear_method is not None:
             group_size = getattr(module, "group_size", None)
-            total += sum(module.form.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes())
+            total += sum(module.linear_method.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes())
             own = [(name, parameter) for name, parameter in own if parameter.dim() == 1]
         for _, parameter in own:
             if parameter not in shared:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mmvllm.processes.ranks import Ranks
-from mmvllm.quantization.quantized_weight import CodesView
+from mmvllm.quantization.quantized_tensor import QuantizedPartView
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CheckpointView(NamedTuple):
 
     parameter: str
     part: int | None
-    view: Tensor | CodesView
+    view: Tensor | QuantizedPartView
     region: tuple[Shard, ...]
 
     @property

@@ -86,7 +86,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def tie_head(self) -> None:
-        """Let a tied head share the embedding's weight, once that is loaded, or have it in a form of its own."""
+        """Share the loaded embedding weight with a tied head, or give the head a copy if it is processed differently."""
 
 
 class ModelFamily(ABC):

@@ -1,4 +1,4 @@
-"""Which form each weight of a model takes on a device."""
+"""Chooses the linear method of each layer: how its weight is stored and multiplied on a device."""
 
 from math import gcd
 
@@ -7,22 +7,24 @@ from torch import nn
 
 from mmvllm.kernels.common.dispatch import multiplies_float32_faster, supports_fp8
 from mmvllm.layers.experts import Experts
-from mmvllm.layers.linear import ConvertedModule, Linear
+from mmvllm.layers.linear import Linear, LinearMethodModule
 from mmvllm.layers.vocabulary import VocabularyHead
 from mmvllm.models.interface import Model
 from mmvllm.quantization.config import CheckpointQuantization, WeightScheme
-from mmvllm.quantization.fp8 import Fp8Weight, check_sizes, fp8_unusable
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.onednn import Int4Weight, Int8Weight, PackedWeight, WidenedWeight
-from mmvllm.quantization.quantized_weight import int4_group_size
-from mmvllm.quantization.wna16 import GroupedInt4Weight, GroupedWeight
+from mmvllm.quantization.fp8 import Fp8Linear, check_sizes, fp8_unusable
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.onednn import Float32Linear, Int4Linear, Int8Linear, OneDNNLinear
+from mmvllm.quantization.quantized_tensor import int4_group_size
+from mmvllm.quantization.wna16 import W4A16Linear, WNA16Linear
 
 _DECODER, _VIT = "decoder.layers.", "visual."
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def choose_forms(model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> None:
-    """Set the forms of all weights, before they are loaded.
+def choose_linear_methods(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, quantization: str | None = None
+) -> None:
+    """Set the linear methods of all layers, before weights are loaded.
 
     On a CPU, weights are packed for fast products. Float32 weights are not, because packed products have about twice
     the rounding error, nor are weights of a dtype that oneDNN does not support on this CPU.
@@ -30,52 +32,54 @@ def choose_forms(model: nn.Module, device: torch.device, dtype: torch.dtype, qua
     `check_quantization` says.
     """
     for name, module in model.named_modules():
-        if isinstance(module, ConvertedModule):
-            module.form = _form(name, module, device, dtype, quantization)
+        if isinstance(module, LinearMethodModule):
+            module.linear_method = _linear_method(name, module, device, dtype, quantization)
 
 
-def _form(
-    name: str, module: ConvertedModule, device: torch.device, dtype: torch.dtype, quantization: str | None
-) -> type[WeightForm] | None:
+def _linear_method(
+    name: str, module: LinearMethodModule, device: torch.device, dtype: torch.dtype, quantization: str | None
+) -> type[LinearMethod] | None:
     is_cpu, in_decoder = device.type == "cpu", name.startswith(_DECODER)
     if quantization == "fp8" and in_decoder:
         return _fp8(module)
     if quantization == "int4" and in_decoder and _in_groups(module) and (is_cpu or isinstance(module, Linear)):
-        return Int4Weight if is_cpu else GroupedInt4Weight
+        return Int4Linear if is_cpu else W4A16Linear
     if is_cpu and quantization in ("int8", "int4"):
-        return Int8Weight
+        return Int8Linear
     if is_cpu and dtype == torch.bfloat16 and name.startswith(_VIT) and multiplies_float32_faster():
-        return WidenedWeight
-    return PackedWeight if is_cpu and packs_well(dtype) else None
+        return Float32Linear
+    return OneDNNLinear if is_cpu and packs_well(dtype) else None
 
 
-def _in_groups(module: ConvertedModule) -> bool:
+def _in_groups(module: LinearMethodModule) -> bool:
     return all(int4_group_size(shape[1]) for shape in module.weight_shapes())
 
 
-def _fp8(module: ConvertedModule) -> type[WeightForm]:
+def _fp8(module: LinearMethodModule) -> type[LinearMethod]:
     if isinstance(module, Experts):
         raise ValueError("quantization='fp8' does not support mixtures of experts")
     for shape in module.weight_shapes():
         check_sizes(shape)
-    return Fp8Weight
+    return Fp8Linear
 
 
-def keep_codes(model: Model, device: torch.device, dtype: torch.dtype) -> None:
-    """After `choose_forms`: let layers whose weights a checkpoint has in codes keep these, where the device can.
+def keep_quantized(model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    """Let layers keep a checkpoint's quantized weights where the device supports them.
 
-    Other layers are loaded with the values that the codes stand for.
+    Call it after `choose_linear_methods`. The weights of all other layers are dequantized while they are loaded.
     """
     layers = {
         name: m for name, m in model.named_modules() if isinstance(m, Linear) and not isinstance(m, VocabularyHead)
     }
-    chosen = {name: _coded_form(model, name, layer, device, dtype) for name, layer in layers.items()}
-    for name, form in chosen.items():
-        if form is Fp8Weight and any(chosen[other] is not form for other in chosen if _block(other) == _block(name)):
-            form = None  # a layer of the decoder rounds the inputs of all its products, or of none
-        if form is not None:
-            layers[name].form = form
-            layers[name].keep_codes(_group_size(layers[name], _scheme(model, name, layers[name])))
+    chosen = {name: _quantized_method(model, name, layer, device, dtype) for name, layer in layers.items()}
+    for name, method in chosen.items():
+        if method is Fp8Linear and any(
+            chosen[other] is not method for other in chosen if _block(other) == _block(name)
+        ):
+            method = None  # a layer of the decoder rounds the inputs of all its products, or of none
+        if method is not None:
+            layers[name].linear_method = method
+            layers[name].keep_quantized(_group_size(layers[name], _scheme(model, name, layers[name])))
 
 
 def _block(name: str) -> str:
@@ -83,33 +87,33 @@ def _block(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def _coded_form(
+def _quantized_method(
     model: Model, name: str, layer: Linear, device: torch.device, dtype: torch.dtype
-) -> type[WeightForm] | None:
-    """The form that multiplies the codes of a layer on this device; None if there is none, or if it has no codes."""
+) -> type[LinearMethod] | None:
+    """The linear method that multiplies a layer's quantized weight on this device, or None."""
     scheme = _scheme(model, name, layer)
     if scheme is None:
         return None
     in_groups = _group_size(layer, scheme) % 32 == 0
     if device.type == "cpu":
-        if scheme.codes == "int4":
-            return Int4Weight if dtype == torch.bfloat16 and in_groups else None
-        return Int8Weight if scheme.codes == "int8" and dtype == torch.bfloat16 and sums_8_bits() else None
+        if scheme.dtype == "int4":
+            return Int4Linear if dtype == torch.bfloat16 and in_groups else None
+        return Int8Linear if scheme.dtype == "int8" and dtype == torch.bfloat16 and sums_8_bits() else None
     if device.type != "cuda" or dtype not in _HALF or not in_groups:
         return None
-    if scheme.codes == "int4":
-        return GroupedInt4Weight
-    if scheme.codes == "int8":
-        return GroupedWeight
+    if scheme.dtype == "int4":
+        return W4A16Linear
+    if scheme.dtype == "int8":
+        return WNA16Linear
     has_row_scales = scheme.block[0] in (None, 1) and scheme.block[1] is None
     fits = name.startswith(_DECODER) and layer.in_features % 16 == layer.out_features % 16 == 0
     if has_row_scales and fits and model.config.experts is None and fp8_unusable(device, dtype) is None:
-        return Fp8Weight
-    return GroupedWeight if supports_fp8(device) else None
+        return Fp8Linear
+    return WNA16Linear if supports_fp8(device) else None
 
 
 def _scheme(model: Model, name: str, layer: Linear) -> WeightScheme | None:
-    """That of all tensors of a layer; None if they are not in codes, or differ."""
+    """The scheme that all tensors of a layer share; None if they are not quantized, or differ."""
     parts = [view.part for view in layer.checkpoint_views() if view.parameter == "weight"]
     names = [model.checkpoint_name(f"{name}.weight", part).removesuffix(".weight") for part in parts]
     schemes = {model.config.quantization.scheme_of(published) for published in names}
@@ -117,7 +121,7 @@ def _scheme(model: Model, name: str, layer: Linear) -> WeightScheme | None:
 
 
 def _group_size(layer: Linear, scheme: WeightScheme) -> int:
-    """Of the rank's part of a layer, in which groups begin and end where the checkpoint's do."""
+    """The group size of this rank's part of a layer; its groups begin and end where the checkpoint's do."""
     columns, size = layer.columns, scheme.block[1]
     if size is None:
         return layer.in_features if columns.length == layer.in_features else gcd(columns.length, layer.in_features)
@@ -186,4 +190,4 @@ def packs_well(dtype: torch.dtype) -> bool:
 def sums_8_bits() -> bool:
     """Whether int8 products are exact: without VNNI, oneDNN adds pairs of them in 16 bits, which overflow."""
     ones = torch.ones(16, 64)
-    return bool((Int8Weight(ones, None)(ones) - 64).abs().max() < 1)
+    return bool((Int8Linear(ones, None)(ones) - 64).abs().max() < 1)

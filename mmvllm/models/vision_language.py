@@ -87,7 +87,7 @@ class VisionLanguageModel(Model):
     def tie_head(self) -> None:
         if self.tied:
             self.lm_head.weight = self.decoder.embed_tokens.weight
-            self.lm_head.convert()
+            self.lm_head.process_weights_after_loading()
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
         return self.visual.layout(grids)

@@ -14,16 +14,16 @@ from tqdm.auto import tqdm
 from mmvllm.config import ModelConfig
 from mmvllm.errors import first_line
 from mmvllm.layers.attention import AttentionBackend, TorchAttention
-from mmvllm.layers.linear import AssembledModule, ConvertedModule
+from mmvllm.layers.linear import AssembledModule, LinearMethodModule
 from mmvllm.layers.sharding import CheckpointView, Shard
 from mmvllm.models.folder import weight_files
 from mmvllm.models.interface import Model
 from mmvllm.models.lora import LoraPair, Target, linear_regions, place_adapter, read_adapter
 from mmvllm.models.registry import family_of
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.checkpoint_formats import FLOATS, QuantizedTensor, StoredTensor
-from mmvllm.quantization.quantized_tensors import adds_nothing, assembled
-from mmvllm.quantization.quantized_weight import CodedWeight, CodesView
+from mmvllm.quantization.checkpoint_formats import FLOATS, StoredQuantizedTensor, StoredTensor
+from mmvllm.quantization.checkpoint_tensors import adds_nothing, assembled
+from mmvllm.quantization.quantized_tensor import QuantizedPartView, QuantizedTensor
 from mmvllm.utils.memory_limit import return_freed_memory
 from mmvllm.utils.text import beginning_of, printable, shown, some_of
 
@@ -114,10 +114,10 @@ class Places:
         name = target[0].rpartition(".")[0]
         self._missing[name].discard(target)
         module = self.model.get_submodule(name)
-        if isinstance(module, ConvertedModule) and not self._missing[name]:
+        if isinstance(module, LinearMethodModule) and not self._missing[name]:
             for own in self._targets[name]:
                 del self._views[own]
-            module.convert()
+            module.process_weights_after_loading()
             return_freed_memory()
 
     def _allocate(self, name: str) -> None:
@@ -176,7 +176,7 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         elif isinstance(part, Tensor) and part.dtype not in FLOATS:
             unreadable.append(f"{name} is {str(part.dtype).removeprefix('torch.')}")
         elif is_tied:
-            tied[name] = part.dequantized() if isinstance(part, CodedWeight) else part, places[own].view
+            tied[name] = part.dequantized() if isinstance(part, QuantizedTensor) else part, places[own].view
         else:
             if not _copied(part, places[own], pairs.get(own), places.device):
                 infinite.append(name)
@@ -196,11 +196,11 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
-def _copied(part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> bool:
+def _copied(part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> bool:
     """Copy the region of a tensor to its place; False if there are values that are not finite."""
     merged = _merged(part, place, pair, device)
     place.view.copy_(merged)
-    values = merged.scales if isinstance(merged, CodedWeight) else place.view
+    values = merged.scales if isinstance(merged, QuantizedTensor) else place.view
     if values.is_meta or not values.numel():
         return True
     return all(bound.isfinite() for bound in torch.aminmax(values))  # which pass NaN on
@@ -208,7 +208,7 @@ def _copied(part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | 
 
 def _assembled(
     files: list[Path], config: ModelConfig, progress: bool
-) -> Iterator[tuple[str, StoredTensor | QuantizedTensor]]:
+) -> Iterator[tuple[str, StoredTensor | StoredQuantizedTensor]]:
     """With one tensor for each weight, also where it is quantized."""
     tensors = _tensors(files, progress)
     if config.quantization is None:
@@ -217,21 +217,21 @@ def _assembled(
 
 
 def _merged(
-    part: Tensor | CodedWeight, place: CheckpointView, pair: LoraPair | None, device: torch.device
-) -> Tensor | CodedWeight:
+    part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device
+) -> Tensor | QuantizedTensor:
     """The values of a view, with what an adapter adds to them; rounded once, when they are copied."""
-    if isinstance(place.view, CodesView):
-        if not isinstance(part, CodedWeight):
+    if isinstance(place.view, QuantizedPartView):
+        if not isinstance(part, QuantizedTensor):
             raise ValueError(f"{place.parameter} is not quantized, but quantization_config says that it is")
         return part.to(device)
-    if isinstance(part, CodedWeight):
+    if isinstance(part, QuantizedTensor):
         part = part.to(device).dequantized()
     return part if pair is None else part.to(device).float() + pair.delta(place, device)
 
 
 def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
     for place in checkpoint_views(model):
-        if (place.parameter, place.part) in pairs and isinstance(place.view, CodesView):
+        if (place.parameter, place.part) in pairs and isinstance(place.view, QuantizedPartView):
             raise ValueError(
                 "lora: an adapter cannot be merged into quantized weights, which stay as they are stored; "
                 "give dtype='float32', or enable_lora=True and the adapter with each request"

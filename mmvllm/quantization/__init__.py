@@ -1,1 +1,1 @@
-"""Quantized checkpoints and weights: `quantization_config`, layouts, forms of weights for each device."""
+"""Quantized checkpoints and linear layers: `quantization_config`, tensor layouts, linear methods of each device."""

@@ -1,4 +1,4 @@
-"""What `quantization_config` of a published checkpoint says: how its layers are coded, and which of them are."""
+"""Parses `quantization_config` of a checkpoint: which layers are quantized, and how."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -17,20 +17,20 @@ _OUTSIDE = (".*visual.*", ".*lm_head")  # what AWQ and GPTQ leave alone, named o
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How a weight (out, in) is coded.
+    """How a weight (out, in) is quantized.
 
     Args:
-        layout: of the tensors of a layer: AutoAWQ's, AutoGPTQ's, packed into int32 along the columns as
-            compressed-tensors does, or "plain" for codes in a tensor of the weight's own shape.
-        codes: what a code is.
-        block: rows and columns that share a scale; None for all of them.
-        has_zeros: whether zero points are stored; without them zero is the middle of the codes.
-        zero_offset: what is added to a stored zero point; 1 in AutoGPTQ's first format.
-        act_order: whether columns may be in groups in any order.
+        layout: tensor layout: AutoAWQ's, AutoGPTQ's, "packed" into int32 along the columns as in compressed-tensors, or
+            "plain" for a quantized tensor of the weight's shape.
+        dtype: type of the quantized values.
+        block: rows and columns that share a scale; None means all rows or all columns.
+        has_zeros: whether zero points are stored; without them zero is the middle of the range.
+        zero_offset: added to a stored zero point; 1 in AutoGPTQ's first format.
+        act_order: whether columns may be grouped in any order (act-order).
     """
 
     layout: Literal["awq", "gptq", "packed", "plain"]
-    codes: Literal["int4", "int8", "float8_e4m3fn"]
+    dtype: Literal["int4", "int8", "float8_e4m3fn"]
     block: tuple[int | None, int | None]
     has_zeros: bool = False
     zero_offset: int = 0
@@ -38,19 +38,19 @@ class WeightScheme:
 
     @property
     def bits(self) -> int:
-        return 4 if self.codes == "int4" else 8
+        return 4 if self.dtype == "int4" else 8
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointQuantization:
-    """Which layers of a checkpoint are coded, and how.
+    """Which layers of a checkpoint are quantized, and how.
 
     Args:
-        method: `quant_method`, as the config names it.
-        layers: patterns of names of layers with the scheme of each; the first that matches counts.
-        ignored: patterns of names of layers that are stored as usual.
+        method: `quant_method` of the config.
+        layers: name patterns with their schemes; the first match counts.
+        ignored: name patterns of layers that are not quantized.
 
-    Raises PatternError, also later on, for a pattern that is not valid or takes too long.
+    The constructor and all methods raise PatternError for a pattern that is invalid or takes too long to match.
     """
 
     method: str
@@ -65,9 +65,9 @@ class CheckpointQuantization:
         object.__setattr__(self, "_expressions", {pattern: self._matching.compiled(pattern) for pattern in patterns})
 
     def scheme_of(self, layer: str) -> WeightScheme | None:
-        """The scheme of a linear layer, by its name in the checkpoint; None if it is stored as usual.
+        """The scheme of a linear layer, by its name in the checkpoint; None if it is not quantized.
 
-        Names with and without "model." and "language_model." in front are the same.
+        The prefixes "model." and "language_model." are optional in names.
         """
         names = _names(layer)
         if any(self._is_match(pattern, names) for pattern in self.ignored):
@@ -78,10 +78,10 @@ class CheckpointQuantization:
         return any(self._matching.is_match(self._expressions[pattern], name) for name in names)
 
     def scheme_for(self, layer: str) -> WeightScheme:
-        """The scheme of a layer that is stored in codes, also of an ignored one if all others have the same scheme.
+        """The scheme of a layer whose tensors are quantized, even if the config ignores it and all schemes are equal.
 
-        Names of layers that are ignored are not reliable: writers of checkpoints disagree on what a name stands for.
-        Raises ValueError for a layer of which it is not known.
+        Lists of ignored layers are unreliable, because tools disagree on what a name matches.
+        Raises ValueError if the config does not tell the scheme.
         """
         scheme = self.scheme_of(layer)
         if scheme is None and len(self.schemes) != 1:
@@ -94,7 +94,7 @@ class CheckpointQuantization:
 
     def __str__(self) -> str:
         """ "awq (4-bit integers)"."""
-        kinds = {f"{s.bits}-bit {'floats' if s.codes.startswith('float') else 'integers'}" for s in self.schemes}
+        kinds = {f"{s.bits}-bit {'floats' if s.dtype.startswith('float') else 'integers'}" for s in self.schemes}
         return f"{self.method} ({', '.join(sorted(kinds))})"
 
 
@@ -108,7 +108,7 @@ def _names(layer: str) -> tuple[str, ...]:
 def parse_quantization(raw: dict) -> CheckpointQuantization:
     """`quantization_config` of a `config.json`.
 
-    Raises ValueError, which names what is supported, for another method, and for a variant of a method that is not
+    Raises ValueError for an unsupported method, or an unsupported variant of a method; the message says what is
     supported.
     """
     method = raw.get("quant_method", "unknown")
@@ -146,7 +146,7 @@ def _gptq(raw: dict) -> CheckpointQuantization:
         raise ValueError("quantization_config of gptq has `dynamic` widths of layers, which are not supported")
     scheme = WeightScheme(
         layout="gptq",
-        codes="int4" if raw["bits"] == 4 else "int8",
+        dtype="int4" if raw["bits"] == 4 else "int8",
         block=(1, _group_size(raw.get("group_size", -1))),
         has_zeros=True,
         zero_offset=1 if version == "gptq" else 0,
@@ -189,7 +189,7 @@ def _compressed_tensors(raw: dict) -> CheckpointQuantization:
 
 
 def _target(text: str) -> tuple[int, str]:
-    """How specific a target is, and its pattern; of all classes only linear layers are coded."""
+    """How specific a target is, and its pattern; of all classes only linear layers are quantized."""
     if text.startswith("re:"):
         return 1, f"(?:{text.removeprefix('re:')}).*"
     return (2, ".*") if text == "Linear" else (0, re.escape(text))
@@ -210,7 +210,7 @@ def _group_scheme(layout: str | None, group: dict) -> WeightScheme:
         _require(method, "symmetric of float weights", symmetric, True)
     return WeightScheme(
         layout="packed" if is_packed else "plain",
-        codes="float8_e4m3fn" if kind == "float" else "int4" if bits == 4 else "int8",
+        dtype="float8_e4m3fn" if kind == "float" else "int4" if bits == 4 else "int8",
         block=_strategy_block(weights),
         has_zeros=not symmetric,
         act_order=weights.get("actorder") in ("group", "dynamic"),

@@ -1,29 +1,29 @@
-"""Weights of 8-bit floats, and where they can be multiplied."""
+"""Linear layers in 8-bit floats (W8A8), and which devices support them."""
 
 import torch
 from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import FP8_CAPABILITY
 from mmvllm.kernels.fp8 import E4M3, Fp8Rows, quantize_rows, quantize_rows_torch, scaled_linear
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.quantized_weight import CodedWeight
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.quantized_tensor import QuantizedTensor
 
 _MULTIPLE = 16  # of both sizes of a weight, for torch._scaled_mm on CUDA
 
 
-class Fp8Weight(WeightForm):
-    """A weight in e4m3 with a scale per row; inputs are rounded to 8 bits as well, unless they are already.
+class Fp8Linear(LinearMethod):
+    """A weight in e4m3 with a scale per row; inputs are quantized dynamically, unless they are quantized already.
 
-    On a rank that has some columns of a weight, a scale is that of these columns.
+    On a rank that holds a slice of the columns, scales are computed from that slice.
     """
 
-    _CHUNK = 1024  # rows that are rounded at a time: intermediate results take little memory
+    _CHUNK = 1024  # rows quantized at a time, so that intermediate results take little memory
 
-    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
+    def __init__(self, weight: Tensor | QuantizedTensor, bias: Tensor | None):
         self.bias = bias
-        if isinstance(weight, CodedWeight):
+        if isinstance(weight, QuantizedTensor):
             assert weight.scales.shape[1] == 1, weight.scales.shape
-            self.values, self.scale = weight.codes, weight.scales.flatten()
+            self.values, self.scale = weight.qweight, weight.scales.flatten()
             return
         self.values = torch.empty_like(weight, dtype=E4M3)
         self.scale = torch.empty_like(weight[:, 0], dtype=torch.float32)
@@ -42,16 +42,16 @@ class Fp8Weight(WeightForm):
 
 
 def check_sizes(shape: torch.Size) -> None:
-    """Raise ValueError for a weight (out, in) of a shape that GPUs do not multiply in 8 bits."""
+    """Raise ValueError for a weight (out, in) whose shape `torch._scaled_mm` does not support."""
     if any(size % _MULTIPLE for size in shape):
         sizes = " x ".join(map(str, shape))
         raise ValueError(f"quantization='fp8' needs weights whose sizes are multiples of {_MULTIPLE}; one is {sizes}")
 
 
 def fp8_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a model in this dtype cannot be multiplied in 8-bit floats on this device, or None if it can.
+    """Why products in 8-bit floats are unsupported for this device and dtype, or None if they are supported.
 
-    A CPU computes the same values in float32, slowly, for any dtype.
+    A CPU supports every dtype: it computes the same values in float32, slowly.
     """
     if device.type == "cpu":
         return None
@@ -64,7 +64,7 @@ def fp8_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _product_fails(device: torch.device) -> str | None:
-    """What torch says about a small product: builds for Windows and some GPUs lack those with a scale per row."""
+    """The error of a small product, if there is one: some builds of torch and some GPUs lack scales per row."""
     rows = quantize_rows_torch(torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
     try:
         scaled_linear(rows, rows.values, rows.scale, None).sum().item()

@@ -1,4 +1,4 @@
-"""The interface of the forms that a weight can take."""
+"""The interface of linear methods: how a layer's weight is stored and multiplied on a device."""
 
 from abc import ABC, abstractmethod
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from mmvllm.kernels.fp8 import Fp8Rows
-from mmvllm.quantization.quantized_weight import CodedWeight
+from mmvllm.quantization.quantized_tensor import QuantizedTensor
 
 
-class WeightForm(ABC):
-    """A weight (out, in) and a bias (out,), kept in the way in which a device multiplies them fastest or smallest."""
+class LinearMethod(ABC):
+    """The weight (out, in) and bias (out,) of one layer, processed after loading for fast or small products."""
 
     @abstractmethod
-    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None): ...
+    def __init__(self, weight: Tensor | QuantizedTensor, bias: Tensor | None): ...
 
     @abstractmethod
     def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
@@ -21,8 +21,8 @@ class WeightForm(ABC):
 
     @classmethod
     def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
-        """Of a weight of this shape in a model of this dtype, without the bias.
+        """Bytes of a processed weight of this shape in a model of this dtype, without the bias.
 
-        `group_size` is that of a checkpoint's own codes. By default the values keep the dtype.
+        `group_size` is given if the checkpoint's quantized weight is kept. By default the values keep the dtype.
         """
         return shape.numel() * dtype.itemsize

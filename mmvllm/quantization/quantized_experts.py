@@ -1,4 +1,4 @@
-"""Quantized experts of a checkpoint: dequantized, and stacked where it has a layer for each expert."""
+"""Dequantizes the experts of a checkpoint, and stacks them if each expert is a layer."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mmvllm.quantization.checkpoint_formats import QuantizedTensor, StoredTensor, coded_weight
+from mmvllm.quantization.checkpoint_formats import StoredQuantizedTensor, StoredTensor, read_quantized_layer
 from mmvllm.quantization.config import CheckpointQuantization
 from mmvllm.utils.text import listed
 
@@ -16,13 +16,13 @@ _STACKS = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("dow
 
 
 class StackedTensor:
-    """The weights of experts, each of several weights above each other; an index gives a part of it, dequantized.
+    """One tensor (E, rows, columns) of the weights of all experts; an index reads a slice, dequantized.
 
     Args:
-        experts: of each expert, the weights with the same number of columns.
+        experts: for each expert, the weights whose rows are concatenated.
     """
 
-    def __init__(self, experts: Sequence[Sequence[StoredTensor | QuantizedTensor]]):
+    def __init__(self, experts: Sequence[Sequence[StoredTensor | StoredQuantizedTensor]]):
         self.experts = experts
 
     def get_shape(self) -> list[int]:
@@ -34,14 +34,14 @@ class StackedTensor:
         return torch.stack([torch.cat([*map(_values, one)])[rows, columns] for one in self.experts[experts]])
 
 
-def _values(weight: StoredTensor | QuantizedTensor) -> Tensor:
-    return weight.weight.dequantized() if isinstance(weight, QuantizedTensor) else weight[...]
+def _values(weight: StoredTensor | StoredQuantizedTensor) -> Tensor:
+    return weight.weight.dequantized() if isinstance(weight, StoredQuantizedTensor) else weight[...]
 
 
 def dequantized_experts(
     tensors: Iterable[tuple[str, StoredTensor]], quantization: CheckpointQuantization
 ) -> Iterator[tuple[str, StoredTensor | StackedTensor]]:
-    """Tensors of all experts of a layer (E, rows, columns) in 8-bit floats, with their scales; others as they come."""
+    """Combine fused 8-bit experts (E, rows, columns) with their scales; yield other tensors unchanged."""
     halves: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors:
         is_scale = name.endswith(_SCALE) and not name.endswith("weight" + _SCALE)
@@ -61,22 +61,22 @@ def dequantized_experts(
 def _all_experts(
     name: str, quantization: CheckpointQuantization, weight: StoredTensor, weight_scale: StoredTensor
 ) -> StackedTensor:
-    codes, scales = weight[...], weight_scale[...]
+    qweight, scales = weight[...], weight_scale[...]
     if scales.numel() == 1:
-        scales = scales.reshape(1).expand(len(codes))
-    if len(scales) != len(codes):
-        raise ValueError(f"{name}{_SCALE} is {tuple(scales.shape)}, needs {len(codes)} experts")
+        scales = scales.reshape(1).expand(len(qweight))
+    if len(scales) != len(qweight):
+        raise ValueError(f"{name}{_SCALE} is {tuple(scales.shape)}, needs {len(qweight)} experts")
     scheme = quantization.scheme_for(name)
-    pairs = zip(codes, scales, strict=True)
+    pairs = zip(qweight, scales, strict=True)
     parts = [{"weight": code, "weight_scale": scale} for code, scale in pairs]
-    return StackedTensor([[QuantizedTensor(coded_weight(name, part, scheme))] for part in parts])
+    return StackedTensor([[StoredQuantizedTensor(read_quantized_layer(name, part, scheme))] for part in parts])
 
 
 def stacked_experts(
-    tensors: Iterable[tuple[str, StoredTensor | QuantizedTensor]], num_experts: int
-) -> Iterator[tuple[str, StoredTensor | QuantizedTensor | StackedTensor]]:
-    """One tensor for all experts of a layer, `experts.gate_up_proj` and `experts.down_proj`; others as they come."""
-    stacks: dict[str, dict[tuple[int, int], StoredTensor | QuantizedTensor]] = {}
+    tensors: Iterable[tuple[str, StoredTensor | StoredQuantizedTensor]], num_experts: int
+) -> Iterator[tuple[str, StoredTensor | StoredQuantizedTensor | StackedTensor]]:
+    """Stack the experts of a layer as `experts.gate_up_proj` and `experts.down_proj`; yield other tensors unchanged."""
+    stacks: dict[str, dict[tuple[int, int], StoredTensor | StoredQuantizedTensor]] = {}
     for name, stored in tensors:
         if not (match := _OF_ONE.fullmatch(name)):
             yield name, stored
@@ -98,7 +98,7 @@ def stacked_experts(
         )
 
 
-def _check_shapes(key: str, weights: Mapping[tuple[int, int], StoredTensor | QuantizedTensor]) -> None:
+def _check_shapes(key: str, weights: Mapping[tuple[int, int], StoredTensor | StoredQuantizedTensor]) -> None:
     shapes = {tuple(weight.get_shape()) for weight in weights.values()}
     if len(shapes) > 1 or any(len(shape) != 2 for shape in shapes):
         raise ValueError(f"{key} needs experts of one shape in two dimensions; it has {listed(sorted(shapes), 'and')}")

@@ -1,24 +1,24 @@
-"""Weights in codes as they are stored, multiplied by one kernel on GPUs."""
+"""Linear layers with quantized weights and 16-bit activations on GPUs, as in Marlin."""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mmvllm.kernels.coded_linear import PACKED_COLUMNS, coded_linear, pack_int4
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.quantized_weight import CodedWeight, int4_group_size, round_to_codes
+from mmvllm.kernels.quantized_linear import PACKED_COLUMNS, pack_int4, quantized_linear
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.quantized_tensor import QuantizedTensor, int4_group_size, quantize
 
 
-class GroupedWeight(WeightForm):
-    """A weight in codes of 8 bits, or in 8-bit floats, in groups of columns; inputs keep their dtype."""
+class WNA16Linear(LinearMethod):
+    """A weight of 8-bit integers or floats, quantized in groups of columns; inputs keep their dtype."""
 
     bits: ClassVar[int] = 8
 
-    def __init__(self, weight: Tensor | CodedWeight, bias: Tensor | None):
-        if not isinstance(weight, CodedWeight):
-            weight = round_to_codes(weight, self.bits, int4_group_size(weight.shape[1]) if self.bits == 4 else None)
-        self.codes = pack_int4(weight.codes) if self.bits == 4 else weight.codes
+    def __init__(self, weight: Tensor | QuantizedTensor, bias: Tensor | None):
+        if not isinstance(weight, QuantizedTensor):
+            weight = quantize(weight, self.bits, int4_group_size(weight.shape[1]) if self.bits == 4 else None)
+        self.qweight = pack_int4(weight.qweight) if self.bits == 4 else weight.qweight
         # (groups, out) in memory, which takes the fewest accesses.
         self.scales, self.zeros = (
             part if part is None else part.t().contiguous().t() for part in (weight.scales, weight.zeros)
@@ -27,7 +27,7 @@ class GroupedWeight(WeightForm):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (N, in) -> x Wᵀ + b (N, out)."""
-        return coded_linear(x.contiguous(), self.codes, self.scales, self.zeros, self.bias)
+        return quantized_linear(x.contiguous(), self.qweight, self.scales, self.zeros, self.bias)
 
     @classmethod
     def num_bytes(cls, shape: torch.Size, dtype: torch.dtype, group_size: int | None = None) -> int:
@@ -37,7 +37,7 @@ class GroupedWeight(WeightForm):
         return rows * (columns * cls.bits // 8 + shape[1] // size * 5)
 
 
-class GroupedInt4Weight(GroupedWeight):
-    """The same in codes of 4 bits."""
+class W4A16Linear(WNA16Linear):
+    """A weight of 4-bit integers, two in a byte."""
 
     bits = 4

@@ -9,7 +9,7 @@ from mmvllm.layers.attention import AttentionBackend
 from mmvllm.layers.attention_choice import choose_attention, choose_vision_attention, warm_up_attention
 from mmvllm.lora.device_adapters import DeviceAdapters
 from mmvllm.models.interface import Model
-from mmvllm.models.quant_methods import check_quantization, choose_forms, keep_codes
+from mmvllm.models.quant_methods import check_quantization, choose_linear_methods, keep_quantized
 from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import Ranks
 from mmvllm.utils.transfer import current_device
@@ -38,9 +38,9 @@ def load_runner(
     def prepare(model: Model) -> None:
         """Before the weights are loaded, because slots for adapters keep weights from some forms."""
         nonlocal adapters
-        choose_forms(model, device, dtype, config.quantization)
+        choose_linear_methods(model, device, dtype, config.quantization)
         if model_config.quantization is not None and config.quantization is None and config.load_format != "dummy":
-            keep_codes(model, device, dtype)
+            keep_quantized(model, device, dtype)
         adapters = _adapters(config, model, dtype, device)
 
     model = load_model(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.config import EngineConfig, ModelConfig
-from mmvllm.kernels.common.kv_cache import CODE_LIMITS, CodedCache, KVCache
+from mmvllm.kernels.common.kv_cache import DTYPE_LIMITS, KVCache, QuantizedKVCache
 from mmvllm.layers.batch import Batch, prompt_batch
 from mmvllm.models.interface import Model
 from mmvllm.sampling.sampler import trial
@@ -17,7 +17,7 @@ from mmvllm.worker.vision_graphs import NUM_PATCHES
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, kv_dtype: torch.dtype) -> int:
-    """Bytes of one KV block: keys and values of `block_size` tokens in all layers, with the scales of codes."""
+    """Bytes of one KV block: keys and values of `block_size` tokens in all layers, including scales."""
     return empty_kv_cache(config, 1, block_size, kv_dtype, torch.device("meta")).nbytes
 
 
@@ -27,7 +27,7 @@ def empty_kv_cache(
     """(layers, 2, num_blocks, block_size, K, D), not initialised."""
     slots = (config.num_hidden_layers, 2, num_blocks, block_size, config.num_key_value_heads)
     values = torch.empty(*slots, config.head_dim, dtype=kv_dtype, device=device)
-    return CodedCache(values, torch.empty(slots, device=device)) if kv_dtype in CODE_LIMITS else values
+    return QuantizedKVCache(values, torch.empty(slots, device=device)) if kv_dtype in DTYPE_LIMITS else values
 
 
 def affordable_blocks(

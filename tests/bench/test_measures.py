@@ -11,9 +11,9 @@ from mmvllm.bench.runs import Run
 from mmvllm.engine.stats import StepStats
 from mmvllm.layers.linear import Linear
 from mmvllm.outputs import CompletionOutput, RequestOutput
-from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.onednn import Int8Weight, PackedWeight
-from mmvllm.quantization.wna16 import GroupedInt4Weight
+from mmvllm.quantization.fp8 import Fp8Linear
+from mmvllm.quantization.onednn import Int8Linear, OneDNNLinear
+from mmvllm.quantization.wna16 import W4A16Linear
 from tests.helpers.cpu import NEEDS_BFLOAT16, kinds
 
 
@@ -118,23 +118,25 @@ def test_the_limit_depends_on_concurrency(run, make_llm):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "form"),
+    ("dtype", "quantization", "method"),
     [
         (torch.float32, None, None),
-        pytest.param(torch.bfloat16, None, PackedWeight, marks=NEEDS_BFLOAT16),
-        (torch.bfloat16, "fp8", Fp8Weight),
-        (torch.bfloat16, "int4", Int8Weight),
+        pytest.param(torch.bfloat16, None, OneDNNLinear, marks=NEEDS_BFLOAT16),
+        (torch.bfloat16, "fp8", Fp8Linear),
+        (torch.bfloat16, "int4", Int8Linear),
     ],
 )
-def test_a_machine_is_measured(dtype, quantization, form, monkeypatch):
+def test_a_machine_is_measured(dtype, quantization, method, monkeypatch):
     """With the products of the kind of quantization, of which those with 8 bits are the fastest for 4 bits."""
-    forms, convert = [], Linear.convert
-    monkeypatch.setattr(Linear, "convert", lambda layer: (forms.append(layer.form), convert(layer)))
+    methods, process = [], Linear.process_weights_after_loading
+    monkeypatch.setattr(
+        Linear, "process_weights_after_loading", lambda layer: (methods.append(layer.linear_method), process(layer))
+    )
     monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 64})
     machine = Machine.measure(torch.device("cpu"), dtype, quantization)
     assert machine.bytes_per_second > 0 and machine.flops_per_second > 0
-    assert forms == [form]
+    assert methods == [method]
 
 
 @pytest.mark.parametrize("quantization", kinds(["int8", "fp8"]))
@@ -154,14 +156,14 @@ def test_stored_bytes_are_those_of_codes_scales_and_all_else():
     model.decoder, model.visual = nn.Module(), nn.Linear(50, 50)
     model.decoder.embed_tokens, model.lm_head = nn.Embedding(10, 64), Linear(64, 10, bias=False)
     model.lm_head.weight = model.decoder.embed_tokens.weight
-    packed, coded, moe = Linear(64, 32), Linear(64, 32, bias=False), nn.Module()
-    packed.form, coded.form = Int8Weight, GroupedInt4Weight
-    for layer in (packed, coded):
-        layer.convert()
+    packed, quantized, moe = Linear(64, 32), Linear(64, 32, bias=False), nn.Module()
+    packed.linear_method, quantized.linear_method = Int8Linear, W4A16Linear
+    for layer in (packed, quantized):
+        layer.process_weights_after_loading()
     moe.experts = Linear(64, 16, bias=False)
     moe.experts.weight = None
     moe.experts.register_buffer("stored", torch.zeros(16, 64, dtype=torch.int8))
-    model.decoder.layers = nn.ModuleList([packed, coded, moe])
+    model.decoder.layers = nn.ModuleList([packed, quantized, moe])
     stored = StoredBytes.of(model)
     assert stored.head == 4 * 10 * 64 and stored.experts == 16 * 64
     assert stored.decoder == (32 * 64 + 12 * 32 + 4 * 32) + (32 * 32 + 5 * 32) + stored.experts

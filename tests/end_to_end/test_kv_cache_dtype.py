@@ -79,7 +79,7 @@ def test_on_two_ranks(checkpoint, make_llm, alone, monkeypatch):
     use_rank_threads(monkeypatch)
     llm = make_llm(checkpoint, tensor_parallel_size=2)
     assert run_at_once(llm, ALL, GREEDY) == alone
-    assert llm.engine.model_runner.kv_cache.codes.shape[4] == 1  # of two key-value heads
+    assert llm.engine.model_runner.kv_cache.values.shape[4] == 1  # of two key-value heads
 
 
 def test_a_model_without_images(checkpoints, make_llm):

@@ -6,11 +6,11 @@ from safetensors.torch import load_file, save_file
 
 from mmvllm import LLM
 from mmvllm.models.interface import Model
-from mmvllm.models.quant_methods import choose_forms, keep_codes
+from mmvllm.models.quant_methods import choose_linear_methods, keep_quantized
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.processes.ranks import SINGLE
-from mmvllm.quantization.linear_method import WeightForm
-from mmvllm.quantization.onednn import Int4Weight, Int8Weight, PackedWeight
+from mmvllm.quantization.linear_method import LinearMethod
+from mmvllm.quantization.onednn import Int4Linear, Int8Linear, OneDNNLinear
 from tests.helpers.cpu import NEEDS_8_BITS, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.models.adapters import make_adapter
 from tests.helpers.models.packers import pack_int8
@@ -125,20 +125,20 @@ def test_experts_that_do_not_belong_together_are_refused(change, message, checkp
         load(saved.quantized)
 
 
-FORMS = {"awq": Int4Weight, "gptq-int4": Int4Weight, "w4a16": Int4Weight, "w4a16-zeros": Int4Weight}
-FORMS |= {"gptq-int8": Int8Weight, "w8a8": Int8Weight, "fp8": PackedWeight, "fp8-dynamic": PackedWeight}
+LINEAR_METHODS = {"awq": Int4Linear, "gptq-int4": Int4Linear, "w4a16": Int4Linear, "w4a16-zeros": Int4Linear}
+LINEAR_METHODS |= {"gptq-int8": Int8Linear, "w8a8": Int8Linear, "fp8": OneDNNLinear, "fp8-dynamic": OneDNNLinear}
 
 
-def form_here(form: type[WeightForm]) -> type[WeightForm] | None:
-    """On a CPU that may lack the products of a form."""
-    if form is Int8Weight and not SUMS_8_BITS:
-        form = PackedWeight
-    return None if form is PackedWeight and not PACKS_BFLOAT16 else form
+def method_here(method: type[LinearMethod]) -> type[LinearMethod] | None:
+    """On a CPU that may lack the products of a method."""
+    if method is Int8Linear and not SUMS_8_BITS:
+        method = OneDNNLinear
+    return None if method is OneDNNLinear and not PACKS_BFLOAT16 else method
 
 
 def prepare(model: Model) -> None:
-    choose_forms(model, CPU, torch.bfloat16)
-    keep_codes(model, CPU, torch.bfloat16)
+    choose_linear_methods(model, CPU, torch.bfloat16)
+    keep_quantized(model, CPU, torch.bfloat16)
 
 
 @pytest.mark.thinned(2)
@@ -146,16 +146,16 @@ def prepare(model: Model) -> None:
 @pytest.mark.parametrize("method", FORMATS)
 def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):
     """Codes are multiplied where a CPU can: those in 8 bits by inputs in 8 bits, others in bfloat16."""
-    form = form_here(FORMS[method])
+    linear_method = method_here(LINEAR_METHODS[method])
     saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, method)
     quantized = load(saved.quantized, torch.bfloat16, ranks=ranks, prepare=prepare)
     exact = load(saved.dequantized, ranks=ranks)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         layer, plain = (model.get_submodule(f"decoder.layers.1.{name}") for model in (quantized, exact))
-        assert layer.converted is None if form is None else type(layer.converted) is form
+        assert layer.linear_method is None if linear_method is None else type(layer.method) is linear_method
         x = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
         error = (layer(x) - plain(x.float())).norm() / plain(x.float()).norm()
-        assert error < (0.02 if form is Int8Weight else 0.008)
+        assert error < (0.02 if linear_method is Int8Linear else 0.008)
 
 
 def test_an_adapter_is_not_merged_into_codes(checkpoints, tmp_path):

@@ -22,7 +22,7 @@ NARROW = {
     "_rotary_write_kv_kernel": 12,
     "_normalize_kernel": 16,
     "_count_tokens_kernel": 2,
-    "_coded_linear_kernel": 4,
+    "_quantized_linear_kernel": 4,
 }
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mmvllm import LLM, SamplingParams
 from mmvllm.layers.linear import Linear, MergedLinear, SiluGate, by_rows
 from mmvllm.quantization import onednn
-from mmvllm.quantization.onednn import Int8Weight, WidenedWeight
+from mmvllm.quantization.onednn import Float32Linear, Int8Linear
 from tests.helpers.cpu import NEEDS_8_BITS, NEEDS_BFLOAT16, PACKS_BFLOAT16, SUMS_8_BITS
 from tests.helpers.models.packing import pack_weights
 
@@ -42,7 +42,7 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     dtype = torch.bfloat16
     plain, packed = filled(make(), dtype), filled(make(), dtype)
     pack_weights(packed, dtype)
-    assert packed.converted is not None and packed.weight is None
+    assert packed.method is not None and packed.weight is None
     x = rows(number, 96, dtype)
     exact = filled(make(), dtype).double()(x.double())
     got, expected = packed(x), plain(x)
@@ -54,7 +54,7 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
 @pytest.mark.parametrize("is_bfloat16_slow", [True, False])
 def test_rows_of_packed_layers_are_independent(is_bfloat16_slow, monkeypatch):
     monkeypatch.setattr(onednn, "multiplies_float32_faster", lambda: is_bfloat16_slow)
-    layer = onednn.PackedWeight(filled(Linear(1536, 4096), torch.bfloat16).weight, None)
+    layer = onednn.OneDNNLinear(filled(Linear(1536, 4096), torch.bfloat16).weight, None)
     x = rows(64, 1536, torch.bfloat16)
     together = layer(x)
     for number in ROWS:
@@ -72,10 +72,10 @@ def assert_equal_but_for_amx(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_a_widened_product_is_rounded_once(with_bias, monkeypatch):
-    monkeypatch.setattr(WidenedWeight, "_CHUNK", 128)
+    monkeypatch.setattr(Float32Linear, "_CHUNK", 128)
     plain = filled(Linear(96, 72, bias=with_bias), torch.bfloat16)
     x = rows(300, 96, torch.bfloat16)
-    widened = WidenedWeight(plain.weight, plain.bias)
+    widened = Float32Linear(plain.weight, plain.bias)
     got = widened(x)
     exact = filled(Linear(96, 72, bias=with_bias), torch.bfloat16).double()(x.double())
     assert got.shape == exact.shape and got.dtype == torch.bfloat16
@@ -87,7 +87,7 @@ def test_float32_weights_are_not_packed():
     layer = filled(Linear(96, 72), torch.float32)
     pack_weights(layer, torch.float32)
     x = rows(3, 96, torch.float32)
-    assert layer.converted is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert layer.method is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_merged_layers_split_their_output():
@@ -106,7 +106,7 @@ def test_int8_is_as_accurate_as_its_steps_allow(number, dtype):
     """Rounding a value moves it by at most half a step: about 1/127 of the row's largest, of x and of the weight."""
     layer = filled(Linear(96, 72), dtype)
     x, weight = rows(number, 96, dtype).double(), layer.weight.double()
-    got = Int8Weight(layer.weight, layer.bias)(x.to(dtype))
+    got = Int8Linear(layer.weight, layer.bias)(x.to(dtype))
     exact = F.linear(x, weight, layer.bias.double())
     x_step, w_step = (t.abs().amax(dim=1) / 126 for t in (x, weight))
     half_steps = x.abs().sum(dim=1)[:, None] * w_step / 2 + weight.abs().sum(dim=1) * x_step[:, None] / 2
@@ -118,7 +118,7 @@ def test_int8_is_as_accurate_as_its_steps_allow(number, dtype):
 
 
 def test_int8_rows_are_independent():
-    layer = Int8Weight(filled(Linear(64, 48), torch.float32).weight, None)
+    layer = Int8Linear(filled(Linear(64, 48), torch.float32).weight, None)
     x = rows(40, 64, torch.float32)
     x[7] *= 1000
     x[8] = 0
@@ -159,7 +159,7 @@ def test_weights_are_not_packed_without_onednn(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators do not exist then either
     layer = filled(Linear(96, 72), torch.bfloat16)
     pack_weights(layer, torch.bfloat16)
-    assert layer.converted is None
+    assert layer.method is None
     with pytest.raises(ValueError, match="needs a torch with oneDNN"):
         pack_weights(layer, torch.bfloat16, "int8")
 

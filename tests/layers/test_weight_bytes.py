@@ -12,12 +12,12 @@ from mmvllm.config import ModelConfig
 from mmvllm.layers.attention import TorchAttention
 from mmvllm.layers.linear import Linear, weight_bytes
 from mmvllm.models.interface import Model
-from mmvllm.models.quant_methods import choose_forms
+from mmvllm.models.quant_methods import choose_linear_methods
 from mmvllm.models.registry import family_of, load_config
 from mmvllm.models.splitting import PlannedRank
 from mmvllm.models.weights import load_model
 from mmvllm.processes.ranks import SINGLE, Ranks
-from mmvllm.quantization.linear_method import WeightForm
+from mmvllm.quantization.linear_method import LinearMethod
 from tests.helpers.models.shapes import RICHEST
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def tensors_of(held: object) -> Iterator[Tensor]:
         yield held
     elif isinstance(held, list | tuple):
         yield from (tensor for one in held for tensor in tensors_of(one))
-    elif isinstance(held, WeightForm):
+    elif isinstance(held, LinearMethod):
         yield from tensors_of(list(vars(held).values()))
 
 
@@ -37,7 +37,7 @@ def held_bytes(model: nn.Module) -> int:
     """Of all parameters and packed weights, each storage once."""
     sizes = {}
     held = [*model.parameters(), *model.buffers()]
-    for tensor in [*held, *tensors_of([getattr(module, "converted", None) for module in model.modules()])]:
+    for tensor in [*held, *tensors_of([getattr(module, "method", None) for module in model.modules()])]:
         if tensor.is_mkldnn:
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
@@ -54,12 +54,12 @@ def planned(config: ModelConfig, dtype: torch.dtype, quantization: str | None, r
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, TorchAttention, ranks=ranks)
     model.tie_head()
-    choose_forms(model, CPU, dtype, quantization)
+    choose_linear_methods(model, CPU, dtype, quantization)
     return model
 
 
 def load(folder: Path, dtype: torch.dtype, quantization: str | None, ranks: Ranks = SINGLE) -> Model:
-    prepare = partial(choose_forms, device=CPU, dtype=dtype, quantization=quantization)
+    prepare = partial(choose_linear_methods, device=CPU, dtype=dtype, quantization=quantization)
     return load_model(folder, load_config(folder), CPU, dtype, ranks=ranks, prepare=prepare)
 
 
@@ -102,20 +102,20 @@ def test_bytes_of_8_bit_floats(shape, checkpoints):
 @pytest.mark.parametrize(("shape", "quantization"), [("gqa2-tied", "int8"), ("gqa2-tied", "fp8"), ("gqa2-tied", None)])
 def test_a_weight_is_converted_before_the_next_is_read(shape, quantization, checkpoints, monkeypatch):
     """Beside the converted weights, at most one module has its weight in the model's dtype."""
-    unconverted, convert = [], Linear.convert
+    unprocessed, process = [], Linear.process_weights_after_loading
 
     def watched(module: Linear) -> None:
-        convert(module)
+        process(module)
         layers = [m for m in models[0].modules() if isinstance(m, Linear)]
-        waiting = [m for m in layers if m.weight is not None and not m.weight.is_meta and m.form is not None]
-        unconverted.append(len(waiting))
+        waiting = [m for m in layers if m.weight is not None and not m.weight.is_meta and m.linear_method is not None]
+        unprocessed.append(len(waiting))
 
     models = []
-    monkeypatch.setattr(Linear, "convert", watched)
+    monkeypatch.setattr(Linear, "process_weights_after_loading", watched)
 
     def prepare(model: Model) -> None:
         models.append(model)
-        choose_forms(model, CPU, torch.bfloat16, quantization)
+        choose_linear_methods(model, CPU, torch.bfloat16, quantization)
 
     load_model(checkpoints(shape), load_config(checkpoints(shape)), CPU, torch.bfloat16, prepare=prepare)
-    assert len(unconverted) > 5 and max(unconverted) <= 1
+    assert len(unprocessed) > 5 and max(unprocessed) <= 1

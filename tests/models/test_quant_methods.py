@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from mmvllm.layers.attention import TorchAttention
-from mmvllm.layers.linear import ConvertedModule
+from mmvllm.layers.linear import LinearMethodModule
 from mmvllm.models import quant_methods
 from mmvllm.models.registry import family_of, load_config
-from mmvllm.quantization.fp8 import Fp8Weight
-from mmvllm.quantization.wna16 import GroupedInt4Weight, GroupedWeight
+from mmvllm.quantization.fp8 import Fp8Linear
+from mmvllm.quantization.wna16 import W4A16Linear, WNA16Linear
 from tests.helpers.models.quantized_checkpoints import FORMATS
 
 CUDA = torch.device("cuda")
 AMPERE, ADA = (8, 0), (8, 9)
 CODES = {
-    **dict.fromkeys(["awq", "gptq-int4", "w4a16", "w4a16-zeros"], (GroupedInt4Weight, GroupedInt4Weight)),
-    **dict.fromkeys(["gptq-int8", "w8a8"], (GroupedWeight, GroupedWeight)),
+    **dict.fromkeys(["awq", "gptq-int4", "w4a16", "w4a16-zeros"], (W4A16Linear, W4A16Linear)),
+    **dict.fromkeys(["gptq-int8", "w8a8"], (WNA16Linear, WNA16Linear)),
     "fp8": (None, None),  # blocks of 16 columns, fewer than the kernel multiplies at a time
-    "fp8-dynamic": (None, Fp8Weight),
+    "fp8-dynamic": (None, Fp8Linear),
 }
 
 
@@ -39,10 +39,14 @@ def forms_of(checkpoints, tmp_path, monkeypatch):
         config = load_config(tmp_path)
         with torch.device("meta"):
             model = family_of(config.architecture).build(config, TorchAttention).to(dtype)
-        quant_methods.choose_forms(model, CUDA, dtype, quantization)
+        quant_methods.choose_linear_methods(model, CUDA, dtype, quantization)
         if method is not None:
-            quant_methods.keep_codes(model, CUDA, dtype)
-        return {name: module.form for name, module in model.named_modules() if isinstance(module, ConvertedModule)}
+            quant_methods.keep_quantized(model, CUDA, dtype)
+        return {
+            name: module.linear_method
+            for name, module in model.named_modules()
+            if isinstance(module, LinearMethodModule)
+        }
 
     return call
 
@@ -61,17 +65,17 @@ def test_float32_is_dequantized(forms_of):
 
 def test_8_bit_floats_need_bfloat16_for_their_own_products(forms_of):
     chosen = forms_of("gqa2-tied", "fp8-dynamic", ADA, torch.float16)
-    assert {form for name, form in chosen.items() if name.startswith("decoder")} == {GroupedWeight}
+    assert {form for name, form in chosen.items() if name.startswith("decoder")} == {WNA16Linear}
 
 
 def test_layers_beside_experts_round_no_inputs(forms_of):
     """The norm before the experts would otherwise give them rounded inputs."""
     chosen = forms_of("experts8-top3", "fp8-dynamic", ADA)
-    assert Fp8Weight not in chosen.values() and GroupedWeight in chosen.values()
+    assert Fp8Linear not in chosen.values() and WNA16Linear in chosen.values()
 
 
 def test_4_bits_on_the_fly(forms_of):
     chosen = forms_of("experts8-top3", None, AMPERE, quantization="int4")
     linear = {form for name, form in chosen.items() if name.startswith("decoder") and "experts" not in name}
-    assert linear == {GroupedInt4Weight}
+    assert linear == {W4A16Linear}
     assert {form for name, form in chosen.items() if "experts" in name or not name.startswith("decoder")} == {None}

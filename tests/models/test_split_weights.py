@@ -13,12 +13,12 @@ from mmvllm.kernels.fp8 import quantize_rows
 from mmvllm.layers.sharding import Shard
 from mmvllm.models import weights
 from mmvllm.models.interface import Model
-from mmvllm.models.quant_methods import choose_forms
+from mmvllm.models.quant_methods import choose_linear_methods
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank, key_value_heads, possible_sizes, query_heads, rank_config
 from mmvllm.models.weights import checkpoint_views
 from mmvllm.processes.ranks import SINGLE
-from mmvllm.quantization.fp8 import Fp8Weight
+from mmvllm.quantization.fp8 import Fp8Linear
 from tests.helpers.models.shapes import RICHEST, SHAPES, TEXT_SHAPES
 from tests.helpers.models.weights import CPU, assert_same, load
 
@@ -116,10 +116,10 @@ def test_dummy_weights_are_those_of_one_process(shape, checkpoints):
 @pytest.mark.parametrize(("load_format", "dtype"), [("auto", torch.float32), ("dummy", torch.bfloat16)])
 def test_8_bit_floats_of_a_rank_are_rounded_with_the_scales_of_its_own_parts(load_format, dtype, checkpoints):
     folder, options = checkpoints("gqa2-tied"), {"load_format": load_format, "dtype": dtype}
-    in_8_bits = partial(choose_forms, device=CPU, dtype=dtype, quantization="fp8")
+    in_8_bits = partial(choose_linear_methods, device=CPU, dtype=dtype, quantization="fp8")
     models = zip(split(folder, 2, **options), split(folder, 2, prepare=in_8_bits, **options), strict=True)
     for plain, rounded in models:
-        weights = {name: layer.converted for name, layer in rounded.decoder.layers.named_modules() if has_form(layer)}
+        weights = {name: layer.method for name, layer in rounded.decoder.layers.named_modules() if has_form(layer)}
         assert len(weights) == 4 * plain.config.num_hidden_layers
         for name, weight in weights.items():
             want = quantize_rows(plain.decoder.layers.get_submodule(name).weight)
@@ -128,7 +128,7 @@ def test_8_bit_floats_of_a_rank_are_rounded_with_the_scales_of_its_own_parts(loa
 
 
 def has_form(module: nn.Module) -> bool:
-    return getattr(module, "form", None) is Fp8Weight
+    return getattr(module, "linear_method", None) is Fp8Linear
 
 
 def test_padding_of_ranks_is_zero(checkpoints):

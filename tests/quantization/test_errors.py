@@ -112,12 +112,12 @@ def test_layers_are_refused_with_their_names(config, tensors, changes, message):
 
 
 def test_experts_are_refused_with_their_names():
-    codes, scales = FP8_LAYER["weight"].expand(4, -1, -1), torch.ones(4, 2, 3)
+    qweight, scales = FP8_LAYER["weight"].expand(4, -1, -1), torch.ones(4, 2, 3)
     name = "model.layers.0.mlp.experts.down_proj"
     with pytest.raises(ValueError, match=r"experts\.down_proj has no scale"):
-        read({name: codes}, BLOCKS, num_experts=4)
+        read({name: qweight}, BLOCKS, num_experts=4)
     with pytest.raises(ValueError, match=r"experts\.down_proj_scale_inv is \(3, 2, 3\), needs 4 experts"):
-        read({name: codes, f"{name}_scale_inv": scales[:3]}, BLOCKS, num_experts=4)
+        read({name: qweight, f"{name}_scale_inv": scales[:3]}, BLOCKS, num_experts=4)
     layers = {f"{name.removesuffix('down_proj')}{i}.down_proj": FP8_LAYER for i in range(3)}
     tensors = {f"{layer}.{part}": tensor for layer, own in layers.items() for part, tensor in own.items()}
     with pytest.raises(ValueError, match=r"weights of 4 experts are not complete \(1\): .*down_proj has 3"):

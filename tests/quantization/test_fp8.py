@@ -13,10 +13,10 @@ from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows
 from mmvllm.layers.linear import Linear, MergedLinear, PaddedLinear
 from mmvllm.layers.mlp import GatedMLP
 from mmvllm.layers.norm import RMSNorm
-from mmvllm.models.quant_methods import choose_forms
+from mmvllm.models.quant_methods import choose_linear_methods
 from mmvllm.models.registry import load_config
 from mmvllm.models.weights import load_model
-from mmvllm.quantization.fp8 import Fp8Weight, check_sizes, fp8_unusable
+from mmvllm.quantization.fp8 import Fp8Linear, check_sizes, fp8_unusable
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BFLOAT16 = torch.bfloat16
@@ -24,12 +24,12 @@ BFLOAT16 = torch.bfloat16
 
 def in_fp8(layer: torch.nn.Module, tensors: dict[tuple[str, int | None], torch.Tensor]) -> torch.nn.Module:
     """The layer with its tensors rounded to 8 bits; what they do not cover is zero."""
-    layer.form = Fp8Weight
+    layer.linear_method = Fp8Linear
     for parameter in layer.requires_grad_(False).parameters():
         parameter.zero_()
     for name, part, view, _ in layer.checkpoint_views():
         view.copy_(tensors[name, part])
-    layer.convert()
+    layer.process_weights_after_loading()
     return layer
 
 
@@ -64,17 +64,17 @@ def test_parts_of_merged_and_padded_weights_are_rounded_by_row():
     biases = {("bias", i): rows(1, size)[0] for i, size in enumerate((16, 8, 8))}
     merged = in_fp8(MergedLinear(32, [16, 8, 8], bias=True).to(BFLOAT16), parts | biases)
     whole = quantize_rows(torch.cat(list(parts.values())))
-    assert torch.equal(merged.converted.values.float(), whole.values.float())
-    assert torch.equal(merged.converted.scale, whole.scale)
+    assert torch.equal(merged.method.values.float(), whole.values.float())
+    assert torch.equal(merged.method.scale, whole.scale)
     assert torch.equal(merged.bias, torch.cat(list(biases.values())))
     padded = in_fp8(PaddedLinear(30, 16, bias=False, padding=2).to(BFLOAT16), {("weight", None): rows(16, 30)})
-    assert torch.equal(padded.converted.values[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
-    assert not padded.converted.values[:, 30:].float().any()
+    assert torch.equal(padded.method.values[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
+    assert not padded.method.values[:, 30:].float().any()
 
 
 def test_many_rows_are_rounded_in_chunks():
     weight = rows(2500, 16)
-    got, want = Fp8Weight(weight, None), quantize_rows(weight)
+    got, want = Fp8Linear(weight, None), quantize_rows(weight)
     assert torch.equal(got.values.float(), want.values.float()) and torch.equal(got.scale, want.scale)
 
 
@@ -103,16 +103,16 @@ def test_norms_round_after_the_first_layer_and_in_it():
 def test_only_linear_layers_of_the_decoder_are_rounded(load_format, dtype, checkpoint):
     config = load_config(checkpoint)
     plain = load_model(checkpoint, config, CPU, dtype, load_format)
-    in_8_bits = partial(choose_forms, device=CPU, dtype=dtype, quantization="fp8")
+    in_8_bits = partial(choose_linear_methods, device=CPU, dtype=dtype, quantization="fp8")
     loaded = load_model(checkpoint, config, CPU, dtype, load_format, prepare=in_8_bits)
     layers = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
     rounded, modules = set(), dict(plain.named_modules())
     for name, module in loaded.named_modules():
-        if isinstance(module, Linear) and isinstance(module.converted, Fp8Weight):
+        if isinstance(module, Linear) and isinstance(module.method, Fp8Linear):
             want = quantize_rows(modules[name].weight)
             rounded.add(name)
-            assert torch.equal(module.converted.values.float(), want.values.float())
-            assert torch.equal(module.converted.scale, want.scale)
+            assert torch.equal(module.method.values.float(), want.values.float())
+            assert torch.equal(module.method.scale, want.scale)
     numbers = range(config.num_hidden_layers)
     assert rounded == {f"decoder.layers.{number}.{layer}" for number in numbers for layer in layers}
     for name, tensor in loaded.named_parameters():

@@ -154,8 +154,10 @@ def _experts(name: str, tensor: Tensor, form: Format, size: int) -> tuple[dict[s
     """Of (E, out, in)."""
     if form.fuses_experts:
         packed = [form.pack(weight, size) for weight in tensor]
-        codes, scales = (torch.stack([one.tensors[part] for one in packed]) for part in ("weight", "weight_scale_inv"))
-        return {name: codes, f"{name}_scale_inv": scales}, torch.stack([one.values for one in packed])
+        qweight, scales = (
+            torch.stack([one.tensors[part] for one in packed]) for part in ("weight", "weight_scale_inv")
+        )
+        return {name: qweight, f"{name}_scale_inv": scales}, torch.stack([one.values for one in packed])
     tensors, values = {}, []
     for i, weight in enumerate(tensor):
         layers = dict(_expert_layers(name, i, weight))

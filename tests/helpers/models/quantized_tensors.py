@@ -2,8 +2,8 @@
 
 import torch
 
+from mmvllm.quantization.checkpoint_tensors import assembled
 from mmvllm.quantization.config import parse_quantization
-from mmvllm.quantization.quantized_tensors import assembled
 
 LAYER = "model.layers.3.mlp.down_proj"
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}

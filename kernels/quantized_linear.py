@@ -1,8 +1,8 @@
-"""Linear layers whose weights are codes of few bits in groups of columns: (code - zero) * scale.
+"""Linear layers with weights quantized in groups of columns: (qweight - zero) * scale.
 
-The difference of code and zero is exact in 16 bits. The sum of a tile's products is scaled in float32, so that the
-weight is not rounded, and fewer values are scaled than the weight has. After Marlin (arXiv 2408.11743): codes become
-floats by setting bits, and few rows of inputs split the sum over columns between programs.
+The difference qweight - zero is exact in 16 bits. The sum of a tile's products is scaled in float32, so the weight is
+not rounded again, and fewer values are scaled than the weight has. As in Marlin (arXiv 2408.11743), integers become
+floats by setting bits, and for few rows of inputs several programs share the sum over columns.
 """
 
 from collections.abc import Iterator
@@ -18,59 +18,63 @@ _MAX_SPLIT_TILES = 1024  # only fewer tiles than two for each multiprocessor are
 PACKED_COLUMNS = 32  # of 4 bits: 16 bytes, in each of which are column i, the low bits, and column i + 16
 
 
-def coded_linear(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x (N, in) -> x Wᵀ + b (N, out) in x's dtype, of a weight W (out, in) in codes.
+def quantized_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x (N, in) -> x Wᵀ + b (N, out) in x's dtype, of a quantized weight W (out, in).
 
-    codes are contiguous: int8 or e4m3 (out, in), or 4 bits as `pack_int4` has them. scales (out, groups) may have any
+    qweight is contiguous: int8 or e4m3 (out, in), or 4 bits as `pack_int4` has them. scales (out, groups) may have any
     float dtype and any strides; (groups, out) in memory is read with the fewest accesses. zeros have the shape and the
-    strides of scales, and the dtype of codes; None if all are 0. `supports_groups` says of how many columns groups are.
+    strides of scales, and the dtype of qweight; None if all are 0. `supports_groups` says which group sizes there are.
     e4m3 needs compute capability 8.9.
 
     On CUDA nothing is read on the host, so that the call can be captured in a CUDA graph, if it is not the first. A row
     of the result depends on the other rows through their number alone, by which tiles and splits are chosen.
     """
-    assert x.is_contiguous() and codes.is_contiguous()
-    assert supports_groups(_bits(codes), x.shape[1], scales.shape[1])
+    assert x.is_contiguous() and qweight.is_contiguous()
+    assert supports_groups(_bits(qweight), x.shape[1], scales.shape[1])
     assert zeros is None or (zeros.shape, zeros.stride()) == (scales.shape, scales.stride())
-    return (coded_linear_triton if runs_triton(x) else coded_linear_torch)(x, codes, scales, zeros, bias)
+    return (quantized_linear_triton if runs_triton(x) else quantized_linear_torch)(x, qweight, scales, zeros, bias)
 
 
 def supports_groups(bits: int, in_size: int, groups: int) -> bool:
-    """Whether codes of so many bits can be in so many groups: of 32 columns or a multiple, in 8 bits of 16, or one."""
+    """Whether rows can have this many groups: one, or groups of a multiple of 32 columns (of 16 in 8 bits)."""
     return groups == 1 or in_size % (groups * (PACKED_COLUMNS if bits == 4 else 16)) == 0
 
 
-def _bits(codes: Tensor) -> int:
-    return 4 if codes.dtype == torch.uint8 else 8
+def _bits(qweight: Tensor) -> int:
+    return 4 if qweight.dtype == torch.uint8 else 8
 
 
-def pack_int4(codes: Tensor) -> Tensor:
+def pack_int4(qweight: Tensor) -> Tensor:
     """Codes from 0 to 15 (out, in) uint8 -> (out, 16 * ceil(in / 32)) uint8, two of them in each byte.
 
     The 16 bytes of 32 columns have the first 16 columns in their low bits and the others in their high bits: a thread
     reads 16 bytes at once, and each half of their bits belongs to inputs that follow each other.
     """
-    padded = F.pad(codes, (0, -codes.shape[1] % PACKED_COLUMNS))
+    padded = F.pad(qweight, (0, -qweight.shape[1] % PACKED_COLUMNS))
     low, high = padded.unflatten(1, (-1, 2, PACKED_COLUMNS // 2)).unbind(2)
     return (low | high << 4).flatten(1)
 
 
 def unpack_int4(packed: Tensor, in_size: int) -> Tensor:
-    """The codes (out, in_size) that `pack_int4` was given."""
+    """The inverse of `pack_int4` -> (out, in_size)."""
     halves = packed.unflatten(1, (-1, 1, PACKED_COLUMNS // 2))
     return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1)[:, :in_size]
 
 
-def coded_linear_torch(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
+def quantized_linear_torch(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """The weight is rounded to x's dtype, which the kernel does not do."""
-    codes = unpack_int4(codes, x.shape[1]) if _bits(codes) == 4 else codes
-    values = codes.float().unflatten(1, (scales.shape[1], -1))
+    qweight = unpack_int4(qweight, x.shape[1]) if _bits(qweight) == 4 else qweight
+    values = qweight.float().unflatten(1, (scales.shape[1], -1))
     values = values if zeros is None else values - zeros.float()[..., None]
     return F.linear(x, (values * scales.float()[..., None]).flatten(1).to(x.dtype), bias)
 
 
-def coded_linear_triton(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
-    """As `coded_linear`. Not first called in a CUDA graph capture."""
+def quantized_linear_triton(
+    x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """As `quantized_linear`. Not first called in a CUDA graph capture."""
     (N, in_size), (out_size, groups) = x.shape, scales.shape
     out = x.new_empty(N, out_size)
     if N == 0:
@@ -83,10 +87,10 @@ def coded_linear_triton(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor 
     splits = triton.cdiv(steps, split_steps)
     parts = x.new_empty(splits if splits > 1 else 0, N, out_size, dtype=torch.float32)
     done = done_counts(_MAX_SPLIT_TILES, x.device)
-    _coded_linear_kernel[(*tiles, splits)](
-        *(x, codes, scales, zeros, bias, out, parts, done),
+    _quantized_linear_kernel[(*tiles, splits)](
+        *(x, qweight, scales, zeros, bias, out, parts, done),
         *(N, out_size, in_size, *scales.stride(), steps, split_steps),
-        *(group, _bits(codes), block_m, block_n, block_k),
+        *(group, _bits(qweight), block_m, block_n, block_k),
         num_warps=num_warps,
         num_stages=num_stages,
         enable_fp_fusion=True,  # sums of scaled tiles are rounded once
@@ -107,7 +111,7 @@ def _tile_sizes(N: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, 
 
 # Numbers of rows, and of columns by which they change, compile no variants.
 @triton.jit(do_not_specialize=["N", "steps", "split_steps"])
-def _coded_linear_kernel(
+def _quantized_linear_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
@@ -153,15 +157,15 @@ def _coded_linear_kernel(
         next_zero = _of_group(zeros_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
         next_scale = _of_group(scales_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
         offset = step * BYTES + byte[None, :]
-        codes = tl.load(code_rows + offset, mask=has_column & (offset < width), other=0.0)
+        qweight = tl.load(code_rows + offset, mask=has_column & (offset < width), other=0.0)
         inputs = step * BLOCK_K + at[:, None]
         x = tl.load(x_rows + inputs, mask=has_row & (inputs < IN), other=0.0)
         if BITS == 4:
             other = tl.load(x_rows + inputs + 16, mask=has_row & (inputs + 16 < IN), other=0.0)
-            part = tl.dot(_differences(codes & 15, zero, dtype), x, input_precision="ieee")
-            part = tl.dot(_differences(codes >> 4, zero, dtype), other, part, input_precision="ieee")
+            part = tl.dot(_differences(qweight & 15, zero, dtype), x, input_precision="ieee")
+            part = tl.dot(_differences(qweight >> 4, zero, dtype), other, part, input_precision="ieee")
         else:
-            weight = codes.to(dtype) if zeros_ptr is None else codes.to(dtype) - zero.to(dtype)[:, None]
+            weight = qweight.to(dtype) if zeros_ptr is None else qweight.to(dtype) - zero.to(dtype)[:, None]
             part = tl.dot(weight, x, input_precision="ieee")
         acc += part * scale.to(tl.float32)[:, None] if GROUP else part
         zero, scale = next_zero, next_scale
@@ -202,14 +206,14 @@ def _of_group(ptr, step, column, scale_stride, group_stride, OUT, GROUP: tl.cons
 
 
 @triton.jit
-def _differences(codes, zero, dtype: tl.constexpr):
-    """codes - zero, both from 0 to 15, in `dtype`: set bits below the exponent of a power of two add codes to it."""
+def _differences(qweight, zero, dtype: tl.constexpr):
+    """qweight - zero in `dtype`, both from 0 to 15: their bits are set below the exponent of a power of two."""
     if dtype == tl.float16:
-        values = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024)[:, None]
+        values = (qweight.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024)[:, None]
     elif dtype == tl.bfloat16:
-        values = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero.to(tl.bfloat16) + 128)[:, None]
+        values = (qweight.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero.to(tl.bfloat16) + 128)[:, None]
     else:
-        values = codes.to(dtype) - zero.to(dtype)[:, None]
+        values = qweight.to(dtype) - zero.to(dtype)[:, None]
     return values
 
 
@@ -218,14 +222,14 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
     C, width = shapes.hidden_size, shapes.intermediate_size
     for in_size, out_size in ((C, 2 * width), (width, C)):
         for bits, groups in ((4, max(1, in_size // 128)), (8, 1)):
-            codes = torch.randint(0, 16, (out_size, in_size), dtype=torch.uint8, device=device)
-            codes = pack_int4(codes) if bits == 4 else codes.to(torch.int8)
+            qweight = torch.randint(0, 16, (out_size, in_size), dtype=torch.uint8, device=device)
+            qweight = pack_int4(qweight) if bits == 4 else qweight.to(torch.int8)
             scales = torch.rand(groups, out_size, device=device).to(torch.float16).t()
             zeros = torch.randint_like(scales, 16).to(torch.uint8) if bits == 4 else None
             for N in (1, 32, 64, 1024):
                 x = torch.randn(N, in_size, device=device, dtype=dtype)
-                moved = x.nbytes + codes.nbytes + scales.nbytes + N * out_size * x.itemsize
+                moved = x.nbytes + qweight.nbytes + scales.nbytes + N * out_size * x.itemsize
                 moved += 0 if zeros is None else zeros.nbytes
                 label = f"{bits} bits, N={N} {in_size}->{out_size}"
-                args = (x, codes, scales, zeros, None)
-                yield Case("coded_linear", label, args, moved, 2 * N * in_size * out_size)
+                args = (x, qweight, scales, zeros, None)
+                yield Case("quantized_linear", label, args, moved, 2 * N * in_size * out_size)

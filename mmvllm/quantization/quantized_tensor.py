@@ -1,4 +1,4 @@
-"""Weights in few bits: codes, and a scale for each group of them."""
+"""Quantized weights: values of few bits, with a scale for each group of columns. Rounding, slicing and joining them."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -8,95 +8,95 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class CodedWeight:
-    """A weight (out, in) as codes in groups of columns: (codes - zeros) * scales.
+class QuantizedTensor:
+    """A weight (out, in), quantized in groups of columns: (qweight - zeros) * scales.
 
     Args:
-        codes: (out, in); uint8 from 0 to 15 for 4 bits, int8 for 8 bits, float8_e4m3fn for 8-bit floats.
+        qweight: (out, in); uint8 from 0 to 15 for 4 bits, int8 for 8 bits, float8_e4m3fn for 8-bit floats.
         scales: (out, in / group_size), float32.
-        zeros: the codes of zero, of the shape of `scales` and the dtype of `codes`; None if they are all 0.
+        zeros: zero points, of the shape of `scales` and the dtype of `qweight`; None if all are 0.
     """
 
-    codes: Tensor
+    qweight: Tensor
     scales: Tensor
     zeros: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return self.codes.shape
+        return self.qweight.shape
 
     @property
     def group_size(self) -> int:
-        return self.codes.shape[1] // self.scales.shape[1]
+        return self.qweight.shape[1] // self.scales.shape[1]
 
-    def to(self, device: torch.device) -> "CodedWeight":
+    def to(self, device: torch.device) -> "QuantizedTensor":
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return CodedWeight(self.codes.to(device), self.scales.to(device), zeros)
+        return QuantizedTensor(self.qweight.to(device), self.scales.to(device), zeros)
 
     def dequantized(self) -> Tensor:
         """The weight (out, in) in float32."""
-        values = self.codes.float().unflatten(1, (-1, self.group_size))
+        values = self.qweight.float().unflatten(1, (-1, self.group_size))
         if self.zeros is not None:
             values = values - self.zeros.float()[..., None]
         return (values * self.scales[..., None]).flatten(1)
 
-    def part(self, rows: slice, columns: slice) -> "CodedWeight":
-        """Some rows and columns; in smaller groups where columns begin or end inside a group."""
+    def part(self, rows: slice, columns: slice) -> "QuantizedTensor":
+        """A slice of rows and columns. The groups get smaller if the columns start or end inside a group."""
         size = gcd(self.group_size, columns.start, columns.stop)
         groups = slice(columns.start // size, columns.stop // size)
         if self.scales.shape[1] == 1:  # a scale per row is one for any columns
             size, groups = self.group_size, slice(None)
-        whole = self.in_groups_of(size)
+        whole = self.with_group_size(size)
         zeros = None if whole.zeros is None else whole.zeros[rows, groups]
-        return CodedWeight(self.codes[rows, columns], whole.scales[rows, groups], zeros)
+        return QuantizedTensor(self.qweight[rows, columns], whole.scales[rows, groups], zeros)
 
-    def in_groups_of(self, size: int) -> "CodedWeight":
-        """The same weight in groups whose size divides that of its own."""
+    def with_group_size(self, size: int) -> "QuantizedTensor":
+        """The same weight in smaller groups; `size` must divide the group size."""
         times = self.group_size // size
         if times == 1:
             return self
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=1)
-        return CodedWeight(self.codes, self.scales.repeat_interleave(times, dim=1), zeros)
+        return QuantizedTensor(self.qweight, self.scales.repeat_interleave(times, dim=1), zeros)
 
 
-class CodedParts:
-    """The rows of a weight `shape` as codes that come one part after another; what no part covers is zero."""
+class QuantizedParts:
+    """Collects the parts of a quantized weight of this shape while it is loaded; rows that no part covers are zero."""
 
     def __init__(self, shape: torch.Size):
         self.shape = shape
-        self._parts: list[tuple[slice, CodedWeight]] = []
+        self._parts: list[tuple[slice, QuantizedTensor]] = []
 
-    def view(self, rows: slice, columns: slice) -> "CodesView":
-        """Some rows, and the columns that are not padding, which follows them."""
-        return CodesView(self, rows, columns)
+    def view(self, rows: slice, columns: slice) -> "QuantizedPartView":
+        """The view that a part of the checkpoint is copied to; columns after `columns` are padding."""
+        return QuantizedPartView(self, rows, columns)
 
-    def add(self, rows: slice, coded: CodedWeight) -> None:
-        self._parts.append((rows, coded))
+    def add(self, rows: slice, quantized: QuantizedTensor) -> None:
+        self._parts.append((rows, quantized))
 
-    def joined(self) -> CodedWeight:
-        """All of it, in groups that fit those of every part."""
+    def joined(self) -> QuantizedTensor:
+        """Join all parts, in groups that divide the groups of every part."""
         (_, first), (num_rows, num_columns) = self._parts[0], self.shape
         size = gcd(num_columns, *(part.group_size for _, part in self._parts))
         if num_columns == first.shape[1] and all(part.scales.shape[1] == 1 for _, part in self._parts):
             size = num_columns
         has_zeros = any(part.zeros is not None for _, part in self._parts)
-        codes = first.codes.new_zeros(self.shape)
+        qweight = first.qweight.new_zeros(self.shape)
         scales = first.scales.new_zeros(num_rows, num_columns // size)
-        zeros = codes.new_zeros(scales.shape) if has_zeros else None
+        zeros = qweight.new_zeros(scales.shape) if has_zeros else None
         for rows, part in self._parts:
-            part = part.in_groups_of(size)
+            part = part.with_group_size(size)
             groups = slice(part.scales.shape[1])
-            codes[rows, : part.shape[1]] = part.codes
+            qweight[rows, : part.shape[1]] = part.qweight
             scales[rows, groups] = part.scales
             if part.zeros is not None:
                 zeros[rows, groups] = part.zeros
-        return CodedWeight(codes, scales, zeros)
+        return QuantizedTensor(qweight, scales, zeros)
 
 
-class CodesView:
-    """A part of `CodedParts`, used as the tensor that a part of a checkpoint is copied to."""
+class QuantizedPartView:
+    """Has the methods of a tensor that loading uses, and adds what is copied to it to a `QuantizedParts`."""
 
-    def __init__(self, parts: CodedParts, rows: slice, columns: slice):
+    def __init__(self, parts: QuantizedParts, rows: slice, columns: slice):
         self._parts, self._rows = parts, rows
         self.shape = torch.Size((rows.stop - rows.start, columns.stop))
 
@@ -106,25 +106,25 @@ class CodesView:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def copy_(self, coded: CodedWeight) -> None:
-        assert coded.shape == self.shape, (coded.shape, self.shape)
+    def copy_(self, quantized: QuantizedTensor) -> None:
+        assert quantized.shape == self.shape, (quantized.shape, self.shape)
         if self.numel():
-            self._parts.add(self._rows, coded)
+            self._parts.add(self._rows, quantized)
 
 
 def int4_group_size(num_columns: int) -> int | None:
-    """Columns in a group that weights are rounded to 4 bits in; None for a number that has no such groups."""
+    """Group size for rounding weights to 4 bits; None if no supported size divides the columns."""
     return next((size for size in (128, 64, 32) if num_columns % size == 0), None)
 
 
-def round_to_codes(weight: Tensor, bits: int, group_size: int | None = None) -> CodedWeight:
-    """Round a weight (out, in) to the nearest codes; a group is a row by default.
+def quantize(weight: Tensor, bits: int, group_size: int | None = None) -> QuantizedTensor:
+    """Quantize a weight (out, in), rounding to nearest; by default a row is one group.
 
     4 bits: 0 to 15 from a group's least to its largest value, and 0 is among the values. 8 bits: symmetric, -127 to
     127, as in LLM.int8() (arXiv 2208.07339) without its outliers.
     """
     (num_rows, num_columns), size = weight.shape, group_size or weight.shape[1]
-    codes = torch.empty_like(weight, dtype=torch.uint8 if bits == 4 else torch.int8)
+    qweight = torch.empty_like(weight, dtype=torch.uint8 if bits == 4 else torch.int8)
     scales = torch.empty(num_rows, num_columns // size, device=weight.device)
     zeros = torch.empty_like(scales, dtype=torch.uint8) if bits == 4 else None
     for start in range(0, num_rows, _CHUNK):
@@ -134,23 +134,23 @@ def round_to_codes(weight: Tensor, bits: int, group_size: int | None = None) -> 
             rounded, scales[at], zeros[at] = _rounded_4(groups)
         else:
             rounded, scales[at] = _rounded_8(groups)
-        codes[at] = rounded.flatten(1)
-    return CodedWeight(codes, scales, zeros)
+        qweight[at] = rounded.flatten(1)
+    return QuantizedTensor(qweight, scales, zeros)
 
 
 _CHUNK = 256  # rows that are rounded at a time: intermediate results stay in a CPU's cache, and take little memory
 
 
 def _rounded_8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (R, groups, size): codes, and scales (R, groups)."""
+    """Values (R, groups, size) -> quantized values, and scales (R, groups)."""
     scales = groups.abs().amax(dim=2).clamp_(min=1e-12) / 127
     return (groups / scales[..., None]).round_(), scales
 
 
 def _rounded_4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_rounded_8`, and zeros (R, groups)."""
+    """As `_rounded_8`, with zero points (R, groups)."""
     least, largest = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
     scales = (largest - least).clamp_(min=1e-12) / 15
     zeros = (-least / scales).round_()
-    codes = (groups / scales[..., None] + zeros[..., None]).round_().clamp_(0, 15)
-    return codes, scales, zeros
+    qweight = (groups / scales[..., None] + zeros[..., None]).round_().clamp_(0, 15)
+    return qweight, scales, zeros

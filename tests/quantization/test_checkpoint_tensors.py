@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from mmvllm.quantization.checkpoint_formats import QuantizedTensor
+from mmvllm.quantization.checkpoint_formats import StoredQuantizedTensor
 from tests.helpers.models.packers import pack_awq, pack_compressed, pack_fp8, pack_gptq, pack_int8
 from tests.helpers.models.quantized_tensors import AWQ, FP8, GPTQ, LAYER, compressed, named, read, weight_of
 
@@ -83,7 +83,7 @@ def test_a_layer_is_read_to_the_values_that_were_packed(case):
     got = read(named(packed.tensors), config)
     assert got.keys() == {f"{LAYER}.weight"}
     tensor = got[f"{LAYER}.weight"]
-    assert isinstance(tensor, QuantizedTensor) and tensor.get_shape() == [48, 96]
+    assert isinstance(tensor, StoredQuantizedTensor) and tensor.get_shape() == [48, 96]
     assert torch.equal(tensor.weight.dequantized(), packed.values)
     part = tensor[slice(8, 24), slice(32, 80)]
     assert torch.equal(part.dequantized(), packed.values[8:24, 32:80])
@@ -103,9 +103,9 @@ def test_fused_experts_are_read_in_the_published_layout():
     """(E, in, out), with the scales of blocks in the same order."""
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     packed = [pack_fp8(weight_of(96, out), (32, 16)) for out in (48, 48, 48)]
-    codes, scales = (torch.stack([one.tensors[part] for one in packed]) for part in ("weight", "weight_scale_inv"))
+    qweight, scales = (torch.stack([one.tensors[part] for one in packed]) for part in ("weight", "weight_scale_inv"))
     config = FP8 | {"weight_block_size": [32, 16]}
-    got = read({f"{name}_scale_inv": scales, name: codes}, config, num_experts=3)[name]
+    got = read({f"{name}_scale_inv": scales, name: qweight}, config, num_experts=3)[name]
     assert got.get_shape() == [3, 96, 48]
     want = torch.stack([one.values for one in packed])
     assert torch.equal(got[slice(1, 3), slice(0, 96), slice(16, 48)], want[1:, :, 16:])
