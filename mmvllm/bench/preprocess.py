@@ -15,7 +15,7 @@ import torch
 from mmvllm.bench import preprocess_video
 from mmvllm.bench.report import number, print_table, record
 from mmvllm.bench.workload import encoded, image_sizes, smooth_noise
-from mmvllm.entrypoints.intake import NUM_WORKERS
+from mmvllm.entrypoints.request_queue import NUM_WORKERS
 from mmvllm.inputs import Grid
 from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_image_config

@@ -88,7 +88,7 @@ class Started(Enum):
 
 BEGUN = Started.BEGUN
 Item = Delta | Exception | Started
-Event = tuple[Receiver, Item]
+RequestEvent = tuple[Receiver, Item]
 
 
 def is_last(item: Item) -> bool:
@@ -109,7 +109,7 @@ class _Tracked:
         self.has_begun = self.group.seqs[0].status is not SequenceStatus.WAITING
         return self.has_begun
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[RequestEvent]:
         """What is new; an error if the request failed."""
         output = self.group.output
         if output is not None and output.error is not None:
@@ -129,7 +129,7 @@ class EngineThread:
     def __init__(
         self,
         engine: LLMEngine,
-        deliver: Callable[[list[Event]], None],
+        deliver: Callable[[list[RequestEvent]], None],
         on_failure: Callable[[BaseException], None],
         release_after: float | None = None,
     ):
@@ -255,7 +255,7 @@ class EngineThread:
         self.failing = next((output.error for output in failed), None)
         self._deliver(events)
 
-    def _new_events(self) -> list[Event]:
+    def _new_events(self) -> list[RequestEvent]:
         events, finished = [], []
         for receiver, tracked in self._tracked.items():
             if not tracked.has_begun:
@@ -270,7 +270,7 @@ class EngineThread:
         return events
 
 
-def aborted(receiver: Receiver) -> list[Event]:
+def aborted(receiver: Receiver) -> list[RequestEvent]:
     """The end of a request that the engine does not have."""
     request_id, number = receiver.request_id, receiver.num_completions
     completions = [CompletionOutput("", [], "aborted", index=index) for index in range(number)]

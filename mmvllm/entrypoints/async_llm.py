@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.config import EngineArgs, EngineConfig
-from mmvllm.engine.engine_thread import BEGUN, EngineThread, Event, is_last
+from mmvllm.engine.engine_thread import BEGUN, EngineThread, RequestEvent, is_last
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
-from mmvllm.entrypoints.intake import (
+from mmvllm.entrypoints.request_queue import (
     AdmissionWindow,
-    Intake,
     PreparationQueue,
     Request,
+    RequestPreparer,
     check_lengths,
     check_processor_kwargs,
     params_for,
@@ -58,7 +58,7 @@ from mmvllm.inputs import EngineInput
 from mmvllm.lora import LoRARequest, adapter_name
 from mmvllm.models.folder import model_name
 from mmvllm.outputs import Delta, EmbeddingOutput
-from mmvllm.parallel.data_parallel import EngineFleet
+from mmvllm.parallel.data_parallel import DataParallelEngines
 from mmvllm.parallel.dispatcher import Dispatcher
 from mmvllm.pooling_params import PoolingParams
 from mmvllm.processors.videos.load import Load
@@ -174,11 +174,15 @@ class AsyncLLM:
         check_processor_kwargs(mm_processor_kwargs)
         config = EngineConfig.from_arguments("AsyncLLM", model, **engine_args)
         # Processes that share a model are started again together, if one of them is lost.
-        is_fleet = data_parallel_size > 1 or config.tensor_parallel_size > 1
-        engine = EngineFleet(model, config, data_parallel_size, release_after) if is_fleet else LLMEngine(model, config)
+        is_data_parallel = data_parallel_size > 1 or config.tensor_parallel_size > 1
+        engine = (
+            DataParallelEngines(model, config, data_parallel_size, release_after)
+            if is_data_parallel
+            else LLMEngine(model, config)
+        )
         self._engine, self.config = engine, config
         try:
-            self._intake = Intake(engine, processor, video_backend, mm_processor_kwargs)
+            self._preparer = RequestPreparer(engine, processor, video_backend, mm_processor_kwargs)
         except BaseException:
             engine.exit()
             raise
@@ -207,7 +211,7 @@ class AsyncLLM:
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
         self._thread = (
-            Dispatcher(engine, *connections) if is_fleet else EngineThread(engine, *connections, release_after)
+            Dispatcher(engine, *connections) if is_data_parallel else EngineThread(engine, *connections, release_after)
         )
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
@@ -482,7 +486,7 @@ class AsyncLLM:
     def _prepare(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
         """Prepare a request and give it on; in a worker thread."""
         try:
-            give(request, self._intake.prepare(request, load))
+            give(request, self._preparer.prepare(request, load))
         except ValueError as error:
             self._end(stream, without_frames(error))
         except MemoryError:  # without its frames, which hold what filled the memory
@@ -512,7 +516,7 @@ class AsyncLLM:
             if not stream.has_ended:
                 self._thread.add(stream, prompt, params, arrival_time=stream.arrival_time, **options)
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[RequestEvent]) -> None:
         """Send what is new to its streams, with one wake-up for each event loop."""
         by_loop = defaultdict(list)
         with self._changed:

@@ -13,15 +13,16 @@ from tqdm.auto import tqdm
 from mmvllm.config import EngineArgs, EngineConfig
 from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.entrypoints.calls import Call, Event, output_of, without_errors
-from mmvllm.entrypoints.intake import (
+from mmvllm.entrypoints.metrics import Metric, read_metrics
+from mmvllm.entrypoints.request_batch import RequestBatch, StreamEvent, output_of, without_errors
+from mmvllm.entrypoints.request_queue import (
     AdmissionWindow,
-    Intake,
     Params,
     Prefetcher,
     Prepare,
-    Prepared,
+    PreparedRequest,
     Request,
+    RequestPreparer,
     as_request,
     check_lengths,
     check_processor_kwargs,
@@ -30,7 +31,6 @@ from mmvllm.entrypoints.intake import (
     request_options,
     slowest_media,
 )
-from mmvllm.entrypoints.metrics import Metric, read_metrics
 from mmvllm.entrypoints.scoring import ContinuationReader, ScoringRun
 from mmvllm.entrypoints.tracing import check_endpoint, make_tracer
 from mmvllm.errors import ParameterError, RequestError, RequestsAborted
@@ -54,7 +54,7 @@ from mmvllm.utils.text import counted, shown
 
 TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
 
-Events = Iterator[tuple[int, Event | None]]  # by request; None for a request that was not selected
+Events = Iterator[tuple[int, StreamEvent | None]]  # by request; None for a request that was not selected
 
 
 class LLM:
@@ -88,7 +88,7 @@ class LLM:
         self.engine = LLMEngine(model, EngineConfig.from_arguments("LLM", model, **engine_args))
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
-        self._intake = Intake(self.engine, processor, video_backend, mm_processor_kwargs)
+        self._preparer = RequestPreparer(self.engine, processor, video_backend, mm_processor_kwargs)
         # As many requests again wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._tracer = make_tracer(otlp_traces_endpoint, self.model)
@@ -117,11 +117,11 @@ class LLM:
     @property
     def processor(self) -> Prepare:
         """Prepares chat requests: a dict -> EngineInput."""
-        return self._intake.processor
+        return self._preparer.processor
 
     @processor.setter
     def processor(self, prepare: Prepare) -> None:
-        self._intake.processor = prepare
+        self._preparer.processor = prepare
 
     def get_tokenizer(self):
         """The tokenizer, by the name of vLLM's method."""
@@ -170,20 +170,20 @@ class LLM:
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Prompts without media are all in the engine before its first step."""
         if any(map(slowest_media, prompts)):
-            prefetcher = Prefetcher(prompts, self._intake.prepare, max_requests=self.admission.max_requests)
-            yield from self._stream(self._call(noun="prompt"), prefetcher, sampling_params, "raise")
+            prefetcher = Prefetcher(prompts, self._preparer.prepare, max_requests=self.admission.max_requests)
+            yield from self._stream(self._batch(noun="prompt"), prefetcher, sampling_params, "raise")
             return
-        call = self._call(noun="prompt")
+        batch = self._batch(noun="prompt")
         try:
             for index, prompt in enumerate(prompts):
                 with naming_request(index):
                     params = params_for(sampling_params, index)
                     options = request_options(prompt) if isinstance(prompt, dict) else {}
-                    call.add(index, self._intake.prepare(prompt), params, **options)
-            while call.groups:
-                yield from without_errors(call.step(), call.noun)
+                    batch.add(index, self._preparer.prepare(prompt), params, **options)
+            while batch.groups:
+                yield from without_errors(batch.step(), batch.noun)
         finally:
-            call.abort()
+            batch.abort()
 
     def generate_multimodal(
         self,
@@ -283,9 +283,9 @@ class LLM:
         if total is not None:
             check_lengths(sampling_params, total)
         prefetch = self._prefetch_in_order if isinstance(requests, list | tuple) else self._prefetch
-        prefetcher, call = prefetch(requests, processor), self._call(streams=stream)
+        prefetcher, batch = prefetch(requests, processor), self._batch(streams=stream)
         aborted = {}
-        for index, event in _progress(self._stream(call, prefetcher, sampling_params, on_error), total, use_tqdm):
+        for index, event in _progress(self._stream(batch, prefetcher, sampling_params, on_error), total, use_tqdm):
             if (output := output_of(event)) is not None and _is_aborted(output):
                 aborted[index] = output
             yield event
@@ -331,8 +331,8 @@ class LLM:
         """
         params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         requests = _as_list(requests, "request")
-        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
-        stream = self._stream(self._call(options={"pooling": params}), prefetcher, None, on_error)
+        prefetcher = Prefetcher(requests, self._preparer.prepare, max_requests=self.admission.max_requests)
+        stream = self._stream(self._batch(options={"pooling": params}), prefetcher, None, on_error)
         outputs = _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
         return [EmbeddingOutput.of(output) for output in outputs]
 
@@ -362,8 +362,8 @@ class LLM:
         requests = _as_list(requests, "request")
         reader = ContinuationReader(self.tokenizer, self.engine.media_rules, self.engine.model_config.vocab_size)
         lists = reader.read(continuations, len(requests))
-        prefetcher = Prefetcher(requests, self._intake.prepare, max_requests=self.admission.max_requests)
-        run = ScoringRun(self._call(), prefetcher, lists, self._has_room)
+        prefetcher = Prefetcher(requests, self._preparer.prepare, max_requests=self.admission.max_requests)
+        run = ScoringRun(self._batch(), prefetcher, lists, self._has_room)
         scored = {}
         with _bar(len(requests), use_tqdm) as bar:
             for index, output in run.outputs():
@@ -378,7 +378,7 @@ class LLM:
         if isinstance(prompt, dict):
             options = request_options(prompt) | {"request_id": prompt.get("request_id")} | options
             params = params_for(sampling_params, 0, prompt.get("sampling_params"))
-            prompt = self._intake.prepare(prompt)
+            prompt = self._preparer.prepare(prompt)
         else:
             params = params_for(sampling_params, 0)
         with self._turn():
@@ -454,7 +454,7 @@ class LLM:
         prefetcher: Prefetcher,
         sampling_params: Params = None,
         on_error: str = "raise",
-        select: Callable[[Prepared], bool] = lambda _: True,
+        select: Callable[[PreparedRequest], bool] = lambda _: True,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, RequestOutput | None]]:
         """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
@@ -462,15 +462,15 @@ class LLM:
         `select` sees every request that could be prepared before the engine gets it; one that it does not select gets
         None for an output. Once `is_stopped`, waiting requests are dropped, and those that have begun are finished.
         """
-        return self._stream(self._call(), prefetcher, sampling_params, on_error, select, is_stopped)
+        return self._stream(self._batch(), prefetcher, sampling_params, on_error, select, is_stopped)
 
     def _stream(
         self,
-        call: Call,
+        batch: RequestBatch,
         prefetcher: Prefetcher,
         sampling_params: Params,
         on_error: str,
-        select: Callable[[Prepared], bool] = lambda _: True,
+        select: Callable[[PreparedRequest], bool] = lambda _: True,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Events:
         try:
@@ -478,30 +478,30 @@ class LLM:
                 raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
             while True:
                 if is_stopped():
-                    call.abort_waiting()
+                    batch.abort_waiting()
                 # Keep the engine supplied, but wait for preparation only when there is nothing else to do.
-                while self._has_room(call) and (item := prefetcher.get(wait=not call.groups)) is not None:
+                while self._has_room(batch) and (item := prefetcher.get(wait=not batch.groups)) is not None:
                     try:
                         with naming_request(item.index):
-                            is_selected = self._add(call, item, sampling_params, select)
+                            is_selected = self._add(batch, item, sampling_params, select)
                     except RequestError as error:
                         if on_error == "raise":
                             raise
-                        yield item.index, call.refusal(self._refused(item, error))
+                        yield item.index, batch.refusal(self._refused(item, error))
                     else:
                         if not is_selected:
                             yield item.index, None
-                if not call.groups and prefetcher.is_exhausted:
+                if not batch.groups and prefetcher.is_exhausted:
                     return
-                events = call.step()
-                yield from without_errors(events, call.noun) if on_error == "raise" else events
+                events = batch.step()
+                yield from without_errors(events, batch.noun) if on_error == "raise" else events
         finally:
             prefetcher.close()
-            call.abort()
+            batch.abort()
 
-    def _call(self, **options: Any) -> Call:
+    def _batch(self, **options: Any) -> RequestBatch:
         self.engine.process.check()
-        return Call(self.engine, self._lock, self._give_way, **options)
+        return RequestBatch(self.engine, self._lock, self._give_way, **options)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -524,7 +524,7 @@ class LLM:
         self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
     ) -> Prefetcher:
         self.engine.process.check()
-        prepare = self._intake.preparing(self.processor if processor is None else self._intake.adapt(processor))
+        prepare = self._preparer.preparing(self.processor if processor is None else self._preparer.adapt(processor))
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
@@ -532,23 +532,29 @@ class LLM:
         order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
         return self._prefetch([requests[index] for index in order], processor, order)
 
-    def _has_room(self, call: Call) -> bool:
+    def _has_room(self, batch: RequestBatch) -> bool:
         """Whether the engine should take another request; always one, however large."""
         with self._lock:  # another thread's step may finish requests meanwhile
             num_bytes = self.engine.scheduler.num_waiting_bytes
-        return not call.groups or self.admission.has_room(len(call.groups), num_bytes)
+        return not batch.groups or self.admission.has_room(len(batch.groups), num_bytes)
 
-    def _add(self, call: Call, item: Prepared, sampling_params: Params, select: Callable[[Prepared], bool]) -> bool:
+    def _add(
+        self,
+        batch: RequestBatch,
+        item: PreparedRequest,
+        sampling_params: Params,
+        select: Callable[[PreparedRequest], bool],
+    ) -> bool:
         """Give a prepared request to the engine if it is selected."""
         prompt = item.engine_input()
         if not select(item):
             return False
         own = item.request if isinstance(item.request, dict) else {}
         params = params_for(sampling_params, item.index, own.get("sampling_params"))
-        call.add(item.index, prompt, params, request_id=own.get("request_id"), **request_options(own))
+        batch.add(item.index, prompt, params, request_id=own.get("request_id"), **request_options(own))
         return True
 
-    def _refused(self, item: Prepared, error: RequestError) -> RequestOutput:
+    def _refused(self, item: PreparedRequest, error: RequestError) -> RequestOutput:
         own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
         request_id = self.engine.new_request_id() if own_id is None else own_id
         error.request_index = None  # an output belongs to its request

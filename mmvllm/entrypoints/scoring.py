@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
-from mmvllm.entrypoints.calls import Call
-from mmvllm.entrypoints.intake import Prefetcher, Prepared, naming_request, request_options
+from mmvllm.entrypoints.request_batch import RequestBatch
+from mmvllm.entrypoints.request_queue import Prefetcher, PreparedRequest, naming_request, request_options
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput, MediaRules, continued
 from mmvllm.outputs import ContinuationScore, RequestOutput, ScoreOutput
@@ -26,12 +26,12 @@ class ScoringRun:
 
     def __init__(
         self,
-        call: Call,
+        batch: RequestBatch,
         prefetcher: Prefetcher,
         continuations: Sequence[list[list[int]]],
-        has_room: Callable[[Call], bool],
+        has_room: Callable[[RequestBatch], bool],
     ):
-        self._call, self._prefetcher, self._has_room = call, prefetcher, has_room
+        self._batch, self._prefetcher, self._has_room = batch, prefetcher, has_room
         self._continuations = continuations
         self._begun: dict[int, tuple[EngineInput, dict[str, Any]]] = {}  # by request
         self._scores: dict[int, dict[int, ContinuationScore]] = {}
@@ -43,18 +43,18 @@ class ScoringRun:
         """
         try:
             while True:
-                while self._has_room(self._call) and (item := self._prefetcher.get(wait=not self._call.groups)):
+                while self._has_room(self._batch) and (item := self._prefetcher.get(wait=not self._batch.groups)):
                     self._begin(item)
-                if not self._call.groups and self._prefetcher.is_exhausted:
+                if not self._batch.groups and self._prefetcher.is_exhausted:
                     return
-                for place, output in self._call.step():
+                for place, output in self._batch.step():
                     _check(place, output)
                     yield from self._finish(*place, output)
         finally:
             self._prefetcher.close()
-            self._call.abort()
+            self._batch.abort()
 
-    def _begin(self, item: Prepared) -> None:
+    def _begin(self, item: PreparedRequest) -> None:
         with naming_request(item.index):
             self._begun[item.index], self._scores[item.index] = _prepared(item), {}
         self._add(item.index, 0)
@@ -63,7 +63,7 @@ class ScoringRun:
         prompt, options = self._begun[request]
         whole = continued(prompt, self._continuations[request][place])
         with naming_request(request):
-            self._call.add((request, place), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
+            self._batch.add((request, place), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
 
     def _finish(self, request: int, place: int, output: RequestOutput) -> Iterator[tuple[int, ScoreOutput]]:
         scores, number = self._scores[request], len(self._continuations[request])
@@ -78,7 +78,7 @@ class ScoringRun:
             yield request, ScoreOutput(ordered, length, output.num_image_tokens, output.num_video_tokens)
 
 
-def _prepared(item: Prepared) -> tuple[EngineInput, dict[str, Any]]:
+def _prepared(item: PreparedRequest) -> tuple[EngineInput, dict[str, Any]]:
     """The prompt of a request, and its options."""
     own = item.request if isinstance(item.request, dict) else {}
     if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:

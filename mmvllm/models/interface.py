@@ -86,7 +86,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def tie_head(self) -> None:
-        """Share the loaded embedding weight with a tied head, or give the head a copy if it is processed differently."""
+        """Share the loaded embedding with a tied head, or give the head a copy if it is processed differently."""
 
 
 class ModelFamily(ABC):

@@ -17,10 +17,10 @@ from mmvllm.lora import LoRARequest
 from mmvllm.lora.adapters import AdapterStore, model_without_weights
 from mmvllm.models.lora import linear_regions
 from mmvllm.models.splitting import rank_config
-from mmvllm.parallel.engine_core import AddCommand, EngineFacts, News
+from mmvllm.parallel.engine_core import AddCommand, EngineOutputs, EngineReady
 from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command
 from mmvllm.parallel.placement import place_engines
-from mmvllm.parallel.supervisor import EngineKeeper, EngineListener
+from mmvllm.parallel.supervisor import EngineListener, EngineSupervisor
 from mmvllm.processes.signals import wait_until
 from mmvllm.processes.start import check_may_start
 from mmvllm.sampling.grammar import GrammarCompiler
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none is started any more
 
 
-class EngineFleet:
+class DataParallelEngines:
     """Engines with the same model, and what preparation needs to know of it; this process loads no weights.
 
     Args:
@@ -57,30 +57,30 @@ class EngineFleet:
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self._changed = threading.Condition()
-        self._facts: list[EngineFacts | None] = [None] * size  # of engines that are up
+        self._ready: list[EngineReady | None] = [None] * size  # of engines that are up
         self._reasons = ["it is being started"] * size  # why the others are not
-        self._refusals: list[Exception] = []
+        self._startup_errors: list[Exception] = []
         self._listener: EngineListener | None = None
         setup = checkpoint.folder, replace(config, device=placements[0].device), release_after
-        self._keepers = [EngineKeeper(i, setup, placement.env, self) for i, placement in enumerate(placements)]
+        self._supervisors = [EngineSupervisor(i, setup, placement.env, self) for i, placement in enumerate(placements)]
         # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
         atexit.register(_exit_if_alive, weakref.ref(self))
         try:
-            for keeper in self._keepers:
-                keeper.start()
-            facts = self._wait_until_ready()
+            for supervisor in self._supervisors:
+                supervisor.start()
+            ready = self._wait_until_ready()
         except BaseException:
             self.exit()
             raise
-        self.facts = tuple(facts)
-        self.max_model_len = min(own.max_model_len for own in facts)
-        self.max_num_seqs = sum(own.max_num_seqs for own in facts)
-        self.block_size = facts[0].block_size
+        self.ready = tuple(ready)
+        self.max_model_len = min(own.max_model_len for own in ready)
+        self.max_num_seqs = sum(own.max_num_seqs for own in ready)
+        self.block_size = ready[0].block_size
 
     @property
     def pids(self) -> list[int | None]:
         """The ids of the processes."""
-        return [keeper.pid for keeper in self._keepers]
+        return [supervisor.pid for supervisor in self._supervisors]
 
     def load_adapter(self, lora_request: LoRARequest | None) -> None:
         """Refuse an adapter that cannot be used; each engine reads those of its requests in its own process."""
@@ -92,70 +92,70 @@ class EngineFleet:
     def reasons_down(self) -> list[str | None]:
         """Of each engine why it is not up; None if it is."""
         with self._changed:
-            return [None if facts else why for facts, why in zip(self._facts, self._reasons, strict=True)]
+            return [None if ready else why for ready, why in zip(self._ready, self._reasons, strict=True)]
 
     def listen(self, listener: EngineListener) -> None:
         """Tell it from now on what happens to the engines; which are up it is told at once."""
         with self._changed:
             self._listener = listener
-            for index, facts in enumerate(self._facts):
-                if facts is None:
+            for index, ready in enumerate(self._ready):
+                if ready is None:
                     listener.on_lost(index, self._reasons[index], None)
 
     def send(self, index: int, command: Command) -> None:
         """A command for an engine that is up."""
-        self._keepers[index].send(command)
+        self._supervisors[index].send(command)
 
     def has_failed(self) -> bool:
         """Whether no engine is up, and starting them again has failed."""
         with self._changed:
-            is_up = any(self._facts)
-        return not is_up and all(keeper.num_failed_starts >= MAX_FAILED_STARTS for keeper in self._keepers)
+            is_up = any(self._ready)
+        return not is_up and all(supervisor.num_failed_starts >= MAX_FAILED_STARTS for supervisor in self._supervisors)
 
     def give_up(self) -> None:
         """Start no engine any more, and let those that run end."""
-        for keeper in self._keepers:
-            keeper.stop()
+        for supervisor in self._supervisors:
+            supervisor.stop()
 
     def exit(self) -> None:
         """End all processes; safe to call twice, and called at interpreter exit."""
         self.give_up()
         until = time.monotonic() + STOP_SECONDS
-        for keeper in self._keepers:
-            keeper.join(until)
+        for supervisor in self._supervisors:
+            supervisor.join(until)
 
-    def on_ready(self, index: int, facts: EngineFacts) -> None:
+    def on_ready(self, index: int, ready: EngineReady) -> None:
         with self._changed:
-            self._facts[index] = facts
+            self._ready[index] = ready
             self._changed.notify_all()
             listener = self._listener
         if listener is not None:
-            listener.on_ready(index, facts)
+            listener.on_ready(index, ready)
 
-    def on_news(self, index: int, news: News) -> None:
+    def on_outputs(self, index: int, outputs: EngineOutputs) -> None:
         if self._listener is not None:
-            self._listener.on_news(index, news)
+            self._listener.on_outputs(index, outputs)
 
     def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None:
         self._listener.on_unsendable(index, command, error)
 
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
         with self._changed:
-            self._facts[index], self._reasons[index] = None, reason
+            self._ready[index], self._reasons[index] = None, reason
             listener = self._listener
             if listener is None:
-                self._refusals.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
+                self._startup_errors.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
                 self._changed.notify_all()
         if listener is not None:
             logger.warning("engine %d has ended and is started again: %s", index, reason)
             listener.on_lost(index, reason, refusal)
 
-    def _wait_until_ready(self) -> list[EngineFacts]:
+    def _wait_until_ready(self) -> list[EngineReady]:
         with self._changed:
-            wait_until(lambda: all(self._facts) or self._refusals, self._changed)
-            if self._refusals:
-                raise self._refusals[0]
-            return [*self._facts]
+            wait_until(lambda: all(self._ready) or self._startup_errors, self._changed)
+            if self._startup_errors:
+                raise self._startup_errors[0]
+            return [*self._ready]
 
 
 def _adapter_checks(model_config: ModelConfig, config: EngineConfig) -> AdapterStore:
@@ -164,7 +164,7 @@ def _adapter_checks(model_config: ModelConfig, config: EngineConfig) -> AdapterS
     return AdapterStore(model, linear_regions(model), config.max_lora_rank, torch.float32, torch.device("meta"))
 
 
-def _exit_if_alive(ref: "weakref.ref[EngineFleet]") -> None:
-    fleet = ref()
-    if fleet is not None:
-        fleet.exit()
+def _exit_if_alive(ref: "weakref.ref[DataParallelEngines]") -> None:
+    engines = ref()
+    if engines is not None:
+        engines.exit()

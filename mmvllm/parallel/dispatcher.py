@@ -11,13 +11,13 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.engine.engine_thread import BEGUN, Event, Receiver, aborted, is_last
+from mmvllm.engine.engine_thread import BEGUN, Receiver, RequestEvent, aborted, is_last
 from mmvllm.engine.health import EngineHealth, health_of
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput
-from mmvllm.parallel.data_parallel import EngineFleet
-from mmvllm.parallel.engine_core import AbortCommand, AddCommand, EngineFacts, News, ResetCommand, not_sendable
+from mmvllm.parallel.data_parallel import DataParallelEngines
+from mmvllm.parallel.engine_core import AbortCommand, AddCommand, EngineOutputs, EngineReady, ResetCommand, not_sendable
 from mmvllm.parallel.router import BLOCK_TOKENS, Fingerprint, Router, fingerprint
 from mmvllm.processes.channel import pickled
 from mmvllm.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class _Assignment:
 
 
 class Dispatcher:
-    """Serves requests with the engines of a fleet, which belongs to it from then on.
+    """Serves requests with `DataParallelEngines`, which belong to it from then on.
 
     Args:
         deliver: called in the thread of an engine with what is new.
@@ -62,21 +62,21 @@ class Dispatcher:
 
     def __init__(
         self,
-        fleet: EngineFleet,
-        deliver: Callable[[list[Event]], None],
+        engines: DataParallelEngines,
+        deliver: Callable[[list[RequestEvent]], None],
         on_failure: Callable[[BaseException], None],
     ):
-        self._fleet, self._deliver, self._on_failure = fleet, deliver, on_failure
-        num_tokens = min(facts.num_blocks * facts.block_size for facts in fleet.facts)  # that an engine may cache
-        self._router = Router(fleet.size, capacity=max(1, num_tokens // BLOCK_TOKENS))
+        self._engines, self._deliver, self._on_failure = engines, deliver, on_failure
+        num_tokens = min(ready.num_blocks * ready.block_size for ready in engines.ready)  # that an engine may cache
+        self._router = Router(engines.size, capacity=max(1, num_tokens // BLOCK_TOKENS))
         self._lock = threading.Lock()
         self._assigned: dict[int, _Assignment] = {}  # by key, in order of arrival
         self._by_receiver: dict[Receiver, _Assignment] = {}
         self._keys = count()
-        self._stats = [EngineStats(num_blocks=facts.num_blocks) for facts in fleet.facts]  # of the processes that run
-        self._before = [EngineStats()] * fleet.size  # totals of those before them
-        self._failing: list[str | None] = [None] * fleet.size
-        fleet.listen(self)
+        self._stats = [EngineStats(num_blocks=ready.num_blocks) for ready in engines.ready]  # of the processes that run
+        self._before = [EngineStats()] * engines.size  # totals of those before them
+        self._failing: list[str | None] = [None] * engines.size
+        engines.listen(self)
 
     @property
     def num_tracked(self) -> int:
@@ -86,7 +86,7 @@ class Dispatcher:
     @property
     def is_up(self) -> bool:
         """Whether one of the engines accepts requests."""
-        return not all(self._fleet.reasons_down())
+        return not all(self._engines.reasons_down())
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Give an engine a request; a refusal is delivered."""
@@ -97,7 +97,7 @@ class Dispatcher:
             return
         key, params = next(self._keys), replace(params, logits_processors=())
         if params.seed is None:  # an engine's own would be those of the others, too
-            params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._fleet.seed}:{key}".encode()))
+            params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._engines.seed}:{key}".encode()))
         items = [(item.offset, item.digest) for item in prompt.items]
         adapter = options.get("lora_request")
         salt = options.get("cache_salt") if adapter is None else f"{adapter.lora_path}\0{options.get('cache_salt')}"
@@ -116,13 +116,13 @@ class Dispatcher:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts in all engines that are up; an engine that starts later has none."""
         with self._lock:
-            for index, reason in enumerate(self._fleet.reasons_down()):
+            for index, reason in enumerate(self._engines.reasons_down()):
                 if not reason:
-                    self._fleet.send(index, ResetCommand())
+                    self._engines.send(index, ResetCommand())
 
     def stop(self) -> None:
         """End the engines."""
-        self._fleet.exit()
+        self._engines.exit()
 
     def stats(self, num_preparing: int) -> EngineStats:
         with self._lock:
@@ -138,7 +138,7 @@ class Dispatcher:
         return health_of(
             tuple(
                 EngineHealth("starting", down) if down else EngineHealth("failing" if failing else "ok", failing)
-                for down, failing in zip(self._fleet.reasons_down(), self._failing, strict=True)
+                for down, failing in zip(self._engines.reasons_down(), self._failing, strict=True)
             )
         )
 
@@ -146,7 +146,7 @@ class Dispatcher:
         request.engine = self._router.choose(request.fingerprint)
         if request.engine is not None:
             self._router.started(request.engine, request.fingerprint)
-            self._fleet.send(request.engine, request.command())
+            self._engines.send(request.engine, request.command())
 
     def _abort(self, receiver: Receiver) -> bool:
         with self._lock:
@@ -157,7 +157,7 @@ class Dispatcher:
             if request.engine is None:
                 self._forget(request)
                 return False
-            self._fleet.send(request.engine, AbortCommand(request.key))
+            self._engines.send(request.engine, AbortCommand(request.key))
             return True
 
     def _forget(self, request: _Assignment) -> None:
@@ -170,19 +170,19 @@ class Dispatcher:
             self._router.ended(request.engine, request.fingerprint)
         request.engine, request.has_begun = None, False
 
-    def on_ready(self, index: int, facts: EngineFacts) -> None:
+    def on_ready(self, index: int, ready: EngineReady) -> None:
         with self._lock:
             self._router.joined(index)
-            self._stats[index] = EngineStats(num_blocks=facts.num_blocks)
+            self._stats[index] = EngineStats(num_blocks=ready.num_blocks)
             for request in self._assigned.values():
                 if request.engine is None:
                     self._assign(request)
 
-    def on_news(self, index: int, news: News) -> None:
+    def on_outputs(self, index: int, outputs: EngineOutputs) -> None:
         events = []
         with self._lock:
-            self._stats[index], self._failing[index] = news.stats, news.failing
-            for key, item in news.items:
+            self._stats[index], self._failing[index] = outputs.stats, outputs.failing
+            for key, item in outputs.items:
                 if (request := self._assigned.get(key)) is None:
                     continue
                 events.append((request.receiver, item))
@@ -202,8 +202,8 @@ class Dispatcher:
             self._deliver([(request.receiver, RequestFailed(f"preparation failed: {error}"))])
 
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
-        if self._fleet.has_failed():
-            self._fleet.give_up()
+        if self._engines.has_failed():
+            self._engines.give_up()
             self._on_failure(RuntimeError(f"no engine can be started again: {reason}"))
             return
         with self._lock:
@@ -213,9 +213,9 @@ class Dispatcher:
             events = self._reassign(index, reason)
         self._deliver(events)
 
-    def _reassign(self, index: int, reason: str) -> list[Event]:
+    def _reassign(self, index: int, reason: str) -> list[RequestEvent]:
         """Give the requests of an engine that is lost to others; the ends of those that cannot be computed again."""
-        events: list[Event] = []
+        events: list[RequestEvent] = []
         lost = [request for request in self._assigned.values() if request.engine == index]
         for request in lost:
             if request.is_aborted:

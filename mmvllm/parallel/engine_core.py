@@ -1,6 +1,6 @@
 """An engine in a process of its own: requests come through a pipe, and what is new goes back through another.
 
-commands ──> EngineHost.run, the main thread ──> EngineThread ──> events
+commands ──> EngineCoreProc.run, the main thread ──> EngineThread ──> events
 """
 
 import sys
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mmvllm.engine.engine_thread import EngineThread, Event, Item, is_last
+from mmvllm.engine.engine_thread import EngineThread, Item, RequestEvent, is_last
 from mmvllm.engine.gc_utils import freeze_gc
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.engine.stats import EngineStats
@@ -23,7 +23,7 @@ REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineReady:
     """What the front process must know of an engine that is ready."""
 
     max_model_len: int
@@ -66,21 +66,21 @@ class StopCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class StartupError:
     """The engine could not be made."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class EngineDead:
     """Why the engine serves no more."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class EngineOutputs:
     """What is new of requests, by their keys, and how the engine is."""
 
     items: list[tuple[int, Item]]
@@ -89,7 +89,7 @@ class News:
 
 
 @dataclass(slots=True, eq=False)
-class _RemoteReceiver:
+class _FrontEndRequest:
     """A request whose deltas go to the front process."""
 
     key: int
@@ -99,20 +99,20 @@ class _RemoteReceiver:
     ended: Future[None] = field(default_factory=Future)
 
 
-class EngineHost:
+class EngineCoreProc:
     """Serves the requests of the front process."""
 
     def __init__(self, engine: LLMEngine, channel: Channel, events: Connection, release_after: float | None):
         self._engine, self._channel, self._events = engine, channel, events
         self._sending = threading.Lock()
-        self._receivers: dict[int, _RemoteReceiver] = {}
+        self._receivers: dict[int, _FrontEndRequest] = {}
         self._thread = EngineThread(engine, self._deliver, self._fail, release_after)
 
     def run(self) -> None:
         """Until the front process says so, or ends."""
         engine = self._engine
         num_blocks = engine.scheduler.block_manager.num_blocks
-        self._send(EngineFacts(engine.max_model_len, engine.max_num_seqs, num_blocks, engine.block_size))
+        self._send(EngineReady(engine.max_model_len, engine.max_num_seqs, num_blocks, engine.block_size))
         try:
             while self._run_commands():
                 pass
@@ -138,7 +138,7 @@ class EngineHost:
 
     def _add(self, command: AddCommand) -> None:
         options = command.options
-        receiver = _RemoteReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
+        receiver = _FrontEndRequest(command.key, command.request_id, options["arrival_time"], command.num_completions)
         self._receivers[command.key] = receiver
         try:  # here, so that the engine's thread need not
             params = _with_functions(command)
@@ -153,7 +153,7 @@ class EngineHost:
         prompt = in_pinned_memory(command.prompt) if on_gpu else command.prompt
         self._thread.add(receiver, prompt, params, **options)
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[RequestEvent]) -> None:
         items = []
         for receiver, item in events:
             items.append((receiver.key, item if not isinstance(item, Exception) else _sendable(item)))
@@ -162,10 +162,10 @@ class EngineHost:
         self._report(items)
 
     def _report(self, items: list[tuple[int, Item]]) -> None:
-        self._send(News(items, self._thread.stats(0), self._thread.failing))
+        self._send(EngineOutputs(items, self._thread.stats(0), self._thread.failing))
 
     def _fail(self, error: BaseException) -> None:
-        self._send(Failure(first_line(error)))  # whereupon the front process ends this one
+        self._send(EngineDead(first_line(error)))  # whereupon the front process ends this one
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -186,16 +186,16 @@ def _with_functions(command: AddCommand) -> SamplingParams:
     return replace(command.params, logits_processors=functions)
 
 
-def host_engine(channel: Channel, events: Connection) -> None:
+def run_engine_core(channel: Channel, events: Connection) -> None:
     """Load the engine and serve its requests."""
     try:
         folder, config, release_after = channel.receive()
         engine = LLMEngine(folder, config)
     except Exception as error:
-        events.send(Refusal(_sendable(error)))
+        events.send(StartupError(_sendable(error)))
         sys.exit(1)
     with freeze_gc():
-        EngineHost(engine, channel, events, release_after).run()
+        EngineCoreProc(engine, channel, events, release_after).run()
 
 
 def _sendable(error: Exception) -> Exception:

@@ -24,7 +24,7 @@ Setup = tuple[Path, EngineConfig, float | None]
 Command = AddCommand | AbortCommand | ResetCommand | StopCommand
 
 
-class RemoteEngine:
+class EngineCoreClient:
     """Starts the process of an engine, which ends with this one, or when it gives no sign of life for `step_timeout`.
 
     Args:

@@ -16,6 +16,6 @@ def run_engine(
     """
     begin_engine(env)
     with beating(pulse):
-        from mmvllm.parallel.engine_core import host_engine
+        from mmvllm.parallel.engine_core import run_engine_core
 
-        host_engine(Channel(commands, shared), events)
+        run_engine_core(Channel(commands, shared), events)

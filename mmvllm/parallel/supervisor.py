@@ -6,21 +6,21 @@ import time
 from typing import Protocol
 
 from mmvllm.errors import first_line
-from mmvllm.parallel.engine_core import AddCommand, EngineFacts, Failure, News, Refusal
-from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command, RemoteEngine, Setup
+from mmvllm.parallel.engine_core import AddCommand, EngineDead, EngineOutputs, EngineReady, StartupError
+from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command, EngineCoreClient, Setup
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds; each is twice as long as the one before
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds; each is twice as long as the one before
 STABLE_SECONDS = 60.0  # that an engine must serve to be started without a longer pause
 
 
 class EngineListener(Protocol):
     """Is called in the thread of each engine, which is known by its index."""
 
-    def on_ready(self, index: int, facts: EngineFacts) -> None: ...
+    def on_ready(self, index: int, ready: EngineReady) -> None: ...
 
-    def on_news(self, index: int, news: News) -> None: ...
+    def on_outputs(self, index: int, outputs: EngineOutputs) -> None: ...
 
     def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None: ...
 
@@ -29,7 +29,7 @@ class EngineListener(Protocol):
         ...
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """One engine of several: its process, and the thread that starts it and reads what it sends.
 
     Args:
@@ -41,9 +41,9 @@ class EngineKeeper:
         self.num_failed_starts = 0  # one after the other
         self._index, self._setup, self._env, self._listener = index, setup, env, listener
         self._changed = threading.Condition()
-        self._engine: RemoteEngine | None = None
+        self._engine: EngineCoreClient | None = None
         self._is_ready = self._is_exiting = False
-        self._num_short_lives = 0  # processes that ended one after the other without having served for long
+        self._num_crashes = 0  # processes that ended one after the other without having served for long
         self._thread = threading.Thread(target=self._run, name=f"mmvllm-engine-{index}", daemon=True)
 
     def start(self) -> None:
@@ -84,11 +84,11 @@ class EngineKeeper:
             started, self._is_ready = time.monotonic(), False
             reason, refusal = self._run_once()
             self.num_failed_starts = 0 if self._is_ready else self.num_failed_starts + 1
-            self._num_short_lives = 0 if time.monotonic() - started > STABLE_SECONDS else self._num_short_lives + 1
+            self._num_crashes = 0 if time.monotonic() - started > STABLE_SECONDS else self._num_crashes + 1
             if not self._is_exiting:
                 self._listener.on_lost(self._index, reason, refusal)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_exiting, pause_after(self._num_short_lives))
+                    self._changed.wait_for(lambda: self._is_exiting, backoff_seconds(self._num_crashes))
 
     def _run_once(self) -> tuple[str, Exception | None]:
         """Start a process and read what it sends; why it ended."""
@@ -104,24 +104,24 @@ class EngineKeeper:
                 engine.kill()
                 engine.close()
 
-    def _start(self) -> RemoteEngine:
+    def _start(self) -> EngineCoreClient:
         with self._changed:
-            engine = RemoteEngine(self._setup, self._env, self._on_unsendable)
+            engine = EngineCoreClient(self._setup, self._env, self._on_unsendable)
             self._engine = engine
             if self._is_exiting:
                 engine.kill()
         return engine
 
-    def _follow(self, engine: RemoteEngine) -> tuple[str, Exception | None]:
+    def _follow(self, engine: EngineCoreClient) -> tuple[str, Exception | None]:
         for message in engine.messages():
-            if isinstance(message, News):
-                self._listener.on_news(self._index, message)
-            elif isinstance(message, EngineFacts):
+            if isinstance(message, EngineOutputs):
+                self._listener.on_outputs(self._index, message)
+            elif isinstance(message, EngineReady):
                 self._is_ready = True
                 self._listener.on_ready(self._index, message)
-            elif isinstance(message, Refusal):
+            elif isinstance(message, StartupError):
                 return first_line(message.error), message.error
-            elif isinstance(message, Failure):
+            elif isinstance(message, EngineDead):
                 return message.reason, None
         return engine.kill(), None
 
@@ -129,6 +129,6 @@ class EngineKeeper:
         self._listener.on_unsendable(self._index, command, error)
 
 
-def pause_after(num_short_lives: int) -> float:
+def backoff_seconds(num_crashes: int) -> float:
     """Seconds before an engine is started again."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(num_short_lives, 30))
+    return min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0 ** min(num_crashes, 30))

@@ -23,7 +23,7 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 from mmvllm.utils.text import counted
 
 
-class ForeignProcessor:
+class HFProcessor:
     """Adapts an object with the interface of transformers' processors: `apply_chat_template`, and a call with `text`,
     `images`, `return_tensors` and, for requests with videos, `videos`, `video_metadata` and `do_sample_frames`.
 
@@ -54,7 +54,7 @@ class ForeignProcessor:
 
     def __reduce__(self):
         """A processor in another process gets a lock of its own."""
-        return ForeignProcessor, (
+        return HFProcessor, (
             *(self.processor, self.tokenizer, self.rules, self.video_config, self.max_tokens, self.load),
         )
 

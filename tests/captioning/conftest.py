@@ -159,5 +159,5 @@ def colors(tmp_path) -> list[Path]:
 @pytest.fixture
 def quick_retries(monkeypatch):
     """An endpoint is asked again at once, and without a key."""
-    monkeypatch.setattr(endpoint, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(endpoint, "INITIAL_BACKOFF", 0.01)
     monkeypatch.delenv(endpoint.KEY_VARIABLE, raising=False)

@@ -12,7 +12,7 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import CaptionSettings, JobError, caption_images
 from mmvllm.captioning.jobs import captioner
 from mmvllm.captioning.outputs.record import COLUMNS
-from mmvllm.entrypoints.intake import Prefetcher
+from mmvllm.entrypoints.request_queue import Prefetcher
 from mmvllm.errors import ArgumentError
 from tests.helpers.cpu import NEEDS_8_BITS
 from tests.helpers.engine.requests import ask, noise_image

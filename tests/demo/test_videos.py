@@ -73,7 +73,7 @@ def test_the_tokens_that_are_shown_are_those_of_the_prompt(fps, pixels, clip, en
 
     def num_tokens(*media) -> int:
         load = Load(video=lambda video, plan: video.load(Load(), plan))
-        return len(engine._intake.prepare(to_request([Turn("What?", media)], options, rules), load).token_ids)
+        return len(engine._preparer.prepare(to_request([Turn("What?", media)], options, rules), load).token_ids)
 
     start_and_end = 2
     shown = rules.num_tokens(video.info, options.of_clips)

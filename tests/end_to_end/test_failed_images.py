@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmvllm import AsyncLLM
 from mmvllm.captioning import caption_images
-from mmvllm.entrypoints.intake import Prefetcher
+from mmvllm.entrypoints.request_queue import Prefetcher
 from mmvllm.errors import ImageError, RequestError
 from mmvllm.processors.images.load import load_image
 from tests.helpers.engine.async_engines import OPTIONS, wait_until

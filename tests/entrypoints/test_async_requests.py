@@ -71,13 +71,13 @@ def test_other_requests_are_refused(name, engine):
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_token_ids_are_copied_before_a_worker_prepares_them(wrapped, engine, monkeypatch):
     """The preparation waits until the caller has overwritten its array."""
-    may_prepare, prepare = threading.Event(), engine._intake.prepare
+    may_prepare, prepare = threading.Event(), engine._preparer.prepare
 
     def wait_and_prepare(*arguments):
         assert may_prepare.wait(20)
         return prepare(*arguments)
 
-    monkeypatch.setattr(engine._intake, "prepare", wait_and_prepare)
+    monkeypatch.setattr(engine._preparer, "prepare", wait_and_prepare)
     ids = np.array([5, 6, 7])
 
     async def online():

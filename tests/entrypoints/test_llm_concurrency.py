@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from mmvllm import SamplingParams
-from mmvllm.entrypoints.intake import Prefetcher
+from mmvllm.entrypoints.request_queue import Prefetcher
 from mmvllm.errors import RequestsAborted
 from tests.helpers.engine.requests import ask, noise_image, patches_of
 
@@ -115,7 +115,7 @@ def test_a_stream_of_an_engine_that_has_exited_raises(checkpoint, make_llm):
 def test_images_of_waiting_requests_are_bounded_in_bytes(llm, monkeypatch):
     """Two waiting requests fit beside the running ones; the others stay in the prefetcher, which is bounded too."""
     size = sum(pixels.nbytes for pixels in patches_of(llm.processor(GOOD)))
-    monkeypatch.setattr("mmvllm.entrypoints.intake.MAX_BYTES", 2 * size)
+    monkeypatch.setattr("mmvllm.entrypoints.request_queue.MAX_BYTES", 2 * size)
     # Wait for preparation, so that as many requests as fit are added before each step.
     monkeypatch.setattr(Prefetcher, "get", lambda self, wait, get=Prefetcher.get: get(self, wait=True))
     held, step = [], llm.engine.step

@@ -13,7 +13,7 @@ import torch
 
 import mmvllm
 from mmvllm import LLM, AsyncLLM, EngineConfig, LLMEngine, SamplingParams
-from mmvllm.entrypoints.intake import Intake
+from mmvllm.entrypoints.request_queue import RequestPreparer
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.processors.chat.requests import parse_request
@@ -322,7 +322,7 @@ def test_arguments_of_a_request_replace_those_that_they_contradict(shared_llm, o
         seen.append(parse_request(request).video_kwargs)
         return EngineInput([5])
 
-    prepare = Intake(shared_llm.engine, processor_kwargs=given).preparing(prepared)
+    prepare = RequestPreparer(shared_llm.engine, processor_kwargs=given).preparing(prepared)
     prepare({"text": "x", "videos": ["a.mp4"], "mm_processor_kwargs": own})
     assert seen == [[used]]
 

@@ -27,8 +27,8 @@ from mmvllm.entrypoints.tracing import (
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import RequestOutput
 from tests.helpers.engine.async_engines import LONG, OPTIONS, SHORT, async_test, collect
+from tests.helpers.engine.data_parallel import DATA_PARALLEL
 from tests.helpers.engine.engines import slow_steps
-from tests.helpers.engine.fleets import FLEET
 from tests.helpers.engine.requests import ask, noise_image
 from tests.helpers.models.adapters import make_adapter
 from tests.helpers.serving.traces import PARENT, STAGES, TRACE, collector, headers, requests_of
@@ -159,7 +159,7 @@ async def test_the_headers_reach_the_sequences(checkpoint):
 @pytest.mark.slow
 @async_test
 async def test_several_engines_are_traced_in_one_place(checkpoint, spans):
-    async with AsyncLLM(checkpoint, **FLEET, otlp_traces_endpoint=URL) as engine:
+    async with AsyncLLM(checkpoint, **DATA_PARALLEL, otlp_traces_endpoint=URL) as engine:
         requests = (collect(engine, ask(IMAGE, f"{i}?"), SHORT, trace_headers=headers()) for i in range(6))
         await asyncio.gather(*requests)
     found = requests_of(spans())

@@ -9,11 +9,11 @@ import pytest
 from mmvllm import EngineConfig
 from mmvllm.engine.stats import EngineStats
 from mmvllm.parallel import supervisor
-from mmvllm.parallel.engine_core import EngineFacts, Failure, News, Refusal
-from mmvllm.parallel.supervisor import LONGEST_PAUSE, EngineKeeper, pause_after
+from mmvllm.parallel.engine_core import EngineDead, EngineOutputs, EngineReady, StartupError
+from mmvllm.parallel.supervisor import MAX_BACKOFF, EngineSupervisor, backoff_seconds
 from tests.helpers.engine.async_engines import wait_until
 
-FACTS, NEWS = EngineFacts(100, 4, 16, 16), News([], EngineStats(), None)
+READY, OUTPUTS = EngineReady(100, 4, 16, 16), EngineOutputs([], EngineStats(), None)
 
 
 class FakeEngine:
@@ -26,7 +26,7 @@ class FakeEngine:
         self.is_killed = threading.Event()
 
     def messages(self):
-        yield from [FACTS] if self.own is None else self.own
+        yield from [READY] if self.own is None else self.own
         if self.own is None:  # runs until it is killed
             self.is_killed.wait()
 
@@ -48,11 +48,11 @@ class Listener:
     def __init__(self):
         self.calls = []
 
-    def on_ready(self, index, facts) -> None:
+    def on_ready(self, index, ready) -> None:
         self.calls.append("ready")
 
-    def on_news(self, index, news) -> None:
-        self.calls.append("news")
+    def on_outputs(self, index, outputs) -> None:
+        self.calls.append("outputs")
 
     def on_lost(self, index, reason, refusal) -> None:
         self.calls.append((reason, refusal))
@@ -60,44 +60,44 @@ class Listener:
 
 @pytest.fixture
 def keep(monkeypatch):
-    """Start a keeper whose processes live in turn as given, and then for ever; stopped after the test."""
-    monkeypatch.setattr(supervisor, "RemoteEngine", FakeEngine)
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.001)
+    """Start a supervisor whose processes live in turn as given, and then for ever; stopped after the test."""
+    monkeypatch.setattr(supervisor, "EngineCoreClient", FakeEngine)
+    monkeypatch.setattr(supervisor, "INITIAL_BACKOFF", 0.001)
     made = []
 
-    def start(*lives) -> tuple[EngineKeeper, Listener]:
+    def start(*lives) -> tuple[EngineSupervisor, Listener]:
         monkeypatch.setattr(FakeEngine, "lives", iter(lives))
         listener = Listener()
-        made.append(EngineKeeper(0, (Path(), EngineConfig(), None), 1, listener))
+        made.append(EngineSupervisor(0, (Path(), EngineConfig(), None), 1, listener))
         made[-1].start()
         return made[-1], listener
 
     yield start
-    for keeper in made:
-        keeper.stop()
-        keeper.join(0)
-        assert not keeper._thread.is_alive()
+    for engine in made:
+        engine.stop()
+        engine.join(0)
+        assert not engine._thread.is_alive()
 
 
 def test_a_process_that_ends_is_followed_by_another(keep):
-    _, listener = keep([FACTS, NEWS], [FACTS])
+    _, listener = keep([READY, OUTPUTS], [READY])
     wait_until(lambda: listener.calls.count("ready") == 3, "started three times")
     killed = ("its process was ended by SIGKILL", None)
-    assert listener.calls == ["ready", "news", killed, "ready", killed, "ready"]
+    assert listener.calls == ["ready", "outputs", killed, "ready", killed, "ready"]
 
 
 def test_the_reason_is_what_the_process_said(keep):
     error = ValueError("no such model")
-    _, listener = keep([Refusal(error)], [FACTS, Failure("RuntimeError: CUDA error")])
+    _, listener = keep([StartupError(error)], [READY, EngineDead("RuntimeError: CUDA error")])
     wait_until(lambda: listener.calls.count("ready") == 2, "started")
     assert listener.calls[0] == ("ValueError: no such model", error)
     assert listener.calls[2] == ("RuntimeError: CUDA error", None)
 
 
 def test_failed_starts_are_counted_one_after_the_other(keep):
-    keeper, listener = keep([], [], [FACTS], [], [])
+    supervisor, listener = keep([], [], [READY], [], [])
     wait_until(lambda: listener.calls.count("ready") == 2, "started")
-    assert keeper.num_failed_starts == 2
+    assert supervisor.num_failed_starts == 2
 
 
 def test_what_cannot_be_started_is_tried_again(keep, monkeypatch):
@@ -108,12 +108,12 @@ def test_what_cannot_be_started_is_tried_again(keep, monkeypatch):
             raise OSError("too many open files")
         return FakeEngine(*args)
 
-    monkeypatch.setattr(supervisor, "RemoteEngine", fail_twice)
+    monkeypatch.setattr(supervisor, "EngineCoreClient", fail_twice)
     _, listener = keep()
     wait_until(lambda: "ready" in listener.calls, "started")
     assert listener.calls == [("OSError: too many open files", None)] * 2 + ["ready"]
 
 
 def test_pauses_grow_up_to_a_minute():
-    pauses = [pause_after(number) for number in (0, 1, 2, 3, 10, 10**6)]
-    assert pauses == sorted(pauses) and pauses[0] == 0.5 and pauses[-1] == LONGEST_PAUSE == 60
+    pauses = [backoff_seconds(number) for number in (0, 1, 2, 3, 10, 10**6)]
+    assert pauses == sorted(pauses) and pauses[0] == 0.5 and pauses[-1] == MAX_BACKOFF == 60

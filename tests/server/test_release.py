@@ -8,7 +8,7 @@ import pytest
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.engine.async_engines import wait_until
-from tests.helpers.engine.fleets import FLEET
+from tests.helpers.engine.data_parallel import DATA_PARALLEL
 from tests.helpers.models.adapters import make_adapter
 from tests.helpers.serving.server import CHAT, ENGINE, chat, data_uri, image_part, serving
 
@@ -34,7 +34,7 @@ def test_a_released_server_is_ready_says_so_and_answers_as_before():
 
 @pytest.mark.network
 @pytest.mark.spawns
-@pytest.mark.parametrize("engines", [ENGINE, FLEET], ids=["one", "two"])
+@pytest.mark.parametrize("engines", [ENGINE, DATA_PARALLEL], ids=["one", "two"])
 def test_adapters_are_served_after_a_release(tmp_path, engines):
     """Those that were read before it, and new ones, which are read while the engine is released."""
     folders = [

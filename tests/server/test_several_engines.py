@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from tests.helpers.engine.fleets import kill, pids
+from tests.helpers.engine.data_parallel import kill, pids
 from tests.helpers.needs import needs
 from tests.helpers.processes import wait_until_gone
 from tests.helpers.serving.server import (

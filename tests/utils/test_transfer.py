@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmvllm.entrypoints.intake import pinning
+from mmvllm.entrypoints.request_queue import pinning
 from mmvllm.inputs import EngineInput, MediaItem
 from mmvllm.utils.transfer import H2DCopier, pinned
 

@@ -19,17 +19,17 @@ from mmvllm.captioning.outputs.record import COLUMNS, SEEN
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
-from mmvllm.entrypoints.intake import Prefetcher, Prepare, Prepared, pinning, timed
 from mmvllm.entrypoints.llm import LLM
+from mmvllm.entrypoints.request_queue import Prefetcher, Prepare, PreparedRequest, pinning, timed
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.download import without_login
 
-Select = Callable[[Prepared], bool]
+Select = Callable[[PreparedRequest], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
 
 def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
     """Raise ArgumentError for messages that cannot become a prompt, for example without a chat template."""
-    if not isinstance(llm.processor, Processor | ForeignProcessor):  # it need not have a template
+    if not isinstance(llm.processor, Processor | HFProcessor):  # it need not have a template
         return
     try:
         llm.processor.chat_template.render(settings.messages_without_media, settings.chat_template_kwargs or {})
@@ -209,7 +209,7 @@ class _TasksInFlight:
         request = self._settings.request(task.item)
         return request if "more" not in request else request | {"request_id": f"caption-{self._name}-{number}"}
 
-    def select(self, prepared: Prepared) -> bool:
+    def select(self, prepared: PreparedRequest) -> bool:
         """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
         number, place = divmod(prepared.index, self._settings.num_prompts)
         if place:
@@ -344,9 +344,9 @@ class PromptPrefetcher:
 
     def __init__(self, prefetcher: Prefetcher, num_prompts: int, is_computed: Callable[[str], bool]):
         self._prefetcher, self._num_prompts, self._is_computed = prefetcher, num_prompts, is_computed
-        self._held: deque[tuple[str, deque[Prepared]]] = deque()  # by the id of the first prompt's request
+        self._held: deque[tuple[str, deque[PreparedRequest]]] = deque()  # by the id of the first prompt's request
 
-    def get(self, wait: bool) -> Prepared | None:
+    def get(self, wait: bool) -> PreparedRequest | None:
         """The next request, as of `Prefetcher`; further prompts come before other images."""
         if (prepared := self._take()) is not None:
             return prepared
@@ -372,7 +372,7 @@ class PromptPrefetcher:
         self._held.clear()
         self._prefetcher.close()
 
-    def _take(self) -> Prepared | None:
+    def _take(self) -> PreparedRequest | None:
         for number, (request_id, others) in enumerate(self._held):
             if self._is_computed(request_id):
                 prepared = others.popleft()
@@ -381,11 +381,13 @@ class PromptPrefetcher:
                 return prepared
         return None
 
-    def _first(self, item: Prepared) -> Prepared:
+    def _first(self, item: PreparedRequest) -> PreparedRequest:
         first = replace(item, index=item.index * self._num_prompts)
         if item.prompt.exception() is None and (others := item.prompt.result().others):
             request = {key: value for key, value in item.request.items() if key != "request_id"}
-            prepared = (Prepared(first.index + number, request, _done(other)) for number, other in enumerate(others, 1))
+            prepared = (
+                PreparedRequest(first.index + number, request, _done(other)) for number, other in enumerate(others, 1)
+            )
             self._held.append((item.request["request_id"], deque(prepared)))
         return first
 

@@ -27,7 +27,7 @@ from mmvllm.utils.text import beginning_of, check_json_size, parse_json, printab
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
 # Of an answer, for each completion that was asked for; parsed, each takes about ten times as much memory at most.
@@ -344,7 +344,7 @@ def _schema_field(structured: StructuredOutputsParams, is_own: bool) -> dict[str
 
 def _pause(number: int) -> float:
     """Seconds after try `number`, with jitter: clients that failed together must not come back together."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**number) * random.uniform(0.5, 1.0)
+    return min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0**number) * random.uniform(0.5, 1.0)
 
 
 def _retry_after(answer: _Answer) -> float | None:

@@ -19,7 +19,7 @@ from mmvllm.captioning.json_captions import parsed
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import item_of
 from mmvllm.captioning.sources.loading import ItemLoader
-from mmvllm.entrypoints.intake import Prepare, Prepared
+from mmvllm.entrypoints.request_queue import Prepare, PreparedRequest
 from mmvllm.errors import RequestError
 from mmvllm.outputs import RequestOutput
 
@@ -108,7 +108,7 @@ class EndpointSource(Captioner):
             if not self._num_in_flight and not self._answers and self._prefetcher.is_exhausted:
                 return
 
-    def _begin(self, item: Prepared, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+    def _begin(self, item: PreparedRequest, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
         try:
             prompt = item.engine_input()
         except RequestError as error:

@@ -14,7 +14,7 @@ from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
 from mmvllm.processes.pool import WorkerPool
 from mmvllm.processors.budget import DECODING
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.images.draft import Draft, source_size
@@ -40,7 +40,7 @@ class CaptionInput(EngineInput):
 class CaptionPreparer:
     """Prepares requests whose image or video is an `Item`; raises RequestError for one that cannot be used."""
 
-    def __init__(self, processor: Processor | ForeignProcessor, loader: Loader):
+    def __init__(self, processor: Processor | HFProcessor, loader: Loader):
         self._processor, self._loader = processor, loader
 
     def __call__(self, request: dict) -> CaptionInput:
@@ -152,7 +152,7 @@ class WorkerProcesses:
     Raises ArgumentError for a processor that cannot be sent to them.
     """
 
-    def __init__(self, processor: Processor | ForeignProcessor, num_workers: int, timeouts: Timeouts):
+    def __init__(self, processor: Processor | HFProcessor, num_workers: int, timeouts: Timeouts):
         self._timeouts = timeouts
         try:
             self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
@@ -173,7 +173,7 @@ class WorkerProcesses:
 _prepare: CaptionPreparer | None = None  # of a worker process
 
 
-def _start_worker(processor: Processor | ForeignProcessor) -> None:
+def _start_worker(processor: Processor | HFProcessor) -> None:
     global _prepare
     _prepare = CaptionPreparer(processor, LoaderInWorker())
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from mmvllm.entrypoints.async_llm import AsyncLLM, Request
-from mmvllm.entrypoints.intake import as_request
+from mmvllm.entrypoints.request_queue import as_request
 from mmvllm.processors.chat.length_limit import LengthLimit, Truncation
 from mmvllm.server.common.conversation import (
     OPTIONS_OF_TEMPLATE,

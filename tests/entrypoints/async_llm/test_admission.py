@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from mmvllm.entrypoints import intake
-from mmvllm.entrypoints.intake import NUM_WORKERS, PreparationQueue, slowest_media
+from mmvllm.entrypoints import request_queue
+from mmvllm.entrypoints.request_queue import NUM_WORKERS, PreparationQueue, slowest_media
 from mmvllm.errors import EngineBusy
 from tests.helpers.engine.async_engines import (
     LONG,
@@ -60,7 +60,7 @@ async def test_a_queue_position_is_consistent_while_requests_begin(make_engine):
 @pytest.mark.slow
 @async_test
 async def test_prepared_bytes_are_bounded_and_all_requests_complete(make_engine, monkeypatch):
-    monkeypatch.setattr(intake, "MAX_BYTES", 1)
+    monkeypatch.setattr(request_queue, "MAX_BYTES", 1)
     engine = make_engine(max_num_seqs=2)
     results = await asyncio.gather(*(collect(engine, ask(noise_image(60, 60, i), "?"), SHORT) for i in range(12)))
     assert all(len(deltas[-1].output.token_ids) == 6 for deltas, _ in results)
@@ -68,8 +68,8 @@ async def test_prepared_bytes_are_bounded_and_all_requests_complete(make_engine,
 
 @async_test
 async def test_text_requests_do_not_wait_for_the_byte_limit_of_images(make_engine, monkeypatch):
-    monkeypatch.setattr(intake, "MAX_BYTES", 1)
-    monkeypatch.setattr(intake, "NUM_WORKERS", 1)  # each worker may prepare one image beyond the limit
+    monkeypatch.setattr(request_queue, "MAX_BYTES", 1)
+    monkeypatch.setattr(request_queue, "NUM_WORKERS", 1)  # each worker may prepare one image beyond the limit
     engine = make_engine(max_num_seqs=1)
     running = engine.generate(ask("continue"), LONG)
     await anext(running)

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from mmvllm.entrypoints import intake
+from mmvllm.entrypoints import request_queue
 from mmvllm.errors import DeadlineExceeded, EngineBusy, EngineStopped, RequestFailed
 from tests.helpers.engine.async_engines import (
     QUESTION,
@@ -35,7 +35,7 @@ async def test_a_request_may_be_a_coroutine_function(engine):
 @async_test
 async def test_a_request_that_is_not_admitted_is_not_fetched(make_engine, monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr(engine, "admission", intake.AdmissionWindow(0))
+    monkeypatch.setattr(engine, "admission", request_queue.AdmissionWindow(0))
     with pytest.raises(EngineBusy):
         await collect(engine, None, SHORT)  # None cannot be called
 

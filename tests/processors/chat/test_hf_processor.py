@@ -15,7 +15,7 @@ from mmvllm.demo.settings import DemoSettings
 from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import load_media_configs
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from tests.helpers.engine.engines import run_at_once
 from tests.helpers.engine.requests import ask, grids_of, noise_image, patches_of, spans_of
 from tests.helpers.serving.server import CHAT, make_app
@@ -103,7 +103,7 @@ def tokens_of(llm, questions=QUESTIONS, **options) -> list[list[int]]:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_transformers_own_class_gives_the_same_prompt(question, checkpoint, llm):
-    own, theirs = llm.processor(question), llm._intake.adapt(real_processor(checkpoint))(question)
+    own, theirs = llm.processor(question), llm._preparer.adapt(real_processor(checkpoint))(question)
     assert own.token_ids == theirs.token_ids
     assert spans_of(own) == spans_of(theirs) and grids_of(own) == grids_of(theirs)
     assert [len(patches) for patches in patches_of(own)] == [len(patches) for patches in patches_of(theirs)]
@@ -166,7 +166,7 @@ def test_a_processor_may_reuse_its_buffers(checkpoint, make_llm, llm):
 )
 def test_malformed_returns_are_refused_and_other_requests_finish(change, message, checkpoint, llm):
     with pytest.raises(RequestError, match=message):
-        llm._intake.adapt(Changed(checkpoint, change))(QUESTIONS[0])
+        llm._preparer.adapt(Changed(checkpoint, change))(QUESTIONS[0])
     outputs = llm.generate_multimodal(
         [QUESTIONS[0], {"text": "fine"}], SHORT, processor=PickyChange(checkpoint, change), on_error="return"
     )
@@ -198,7 +198,7 @@ def test_plain_strings_need_no_processor(checkpoint, make_llm, llm):
 
 
 def test_a_text_only_model_takes_token_ids_beside_a_processor(llm):
-    adapted = ForeignProcessor(None, llm.tokenizer, None, None)
+    adapted = HFProcessor(None, llm.tokenizer, None, None)
     assert adapted({"prompt_token_ids": (5, 6)}).token_ids == [5, 6]
 
 
@@ -239,5 +239,5 @@ def test_sizes_of_images_are_known(checkpoint, make_llm):
 @pytest.mark.parametrize("make", [ask, lambda text: {"text": text}])
 def test_half_of_a_surrogate_pair_is_a_replacement_character(make):
     processor = real_processor(BUNDLED)
-    foreign = ForeignProcessor(processor, processor.tokenizer, None, load_media_configs(BUNDLED)[1])
+    foreign = HFProcessor(processor, processor.tokenizer, None, load_media_configs(BUNDLED)[1])
     assert foreign(make("a\ud83d b")).token_ids == foreign(make("a\ufffd b")).token_ids

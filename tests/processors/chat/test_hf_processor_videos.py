@@ -51,7 +51,7 @@ class TakesVideos:
 @every_family
 def test_completions_equal_those_of_the_own_processor(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
-    prompt, theirs = llm.processor(QUESTION), llm._intake.adapt(foreign := TakesVideos(llm))(QUESTION)
+    prompt, theirs = llm.processor(QUESTION), llm._preparer.adapt(foreign := TakesVideos(llm))(QUESTION)
     assert theirs.token_ids == prompt.token_ids and np.array_equal(theirs.positions, prompt.positions)
     assert [(item.modality, item.grid, item.span) for item in theirs.items] == [
         (item.modality, item.grid, item.span) for item in prompt.items
@@ -74,7 +74,7 @@ def test_what_the_processor_leaves_out_is_named(name, checkpoint, make_llm):
         return {key: value for key, value in made.items() if key != name}
 
     with pytest.raises(RequestError, match=f"the processor returned no {name}, only input_ids"):
-        llm._intake.adapt(TakesVideos(llm, without))(QUESTION)
+        llm._preparer.adapt(TakesVideos(llm, without))(QUESTION)
 
 
 def test_another_number_of_videos_is_refused(checkpoint, make_llm):
@@ -84,10 +84,10 @@ def test_another_number_of_videos_is_refused(checkpoint, make_llm):
         made["video_grid_thw"] = made["video_grid_thw"][:1]
 
     with pytest.raises(RequestError, match="the processor returned 1 video_grid_thw for 2 videos"):
-        llm._intake.adapt(TakesVideos(llm, one_video))(QUESTION)
+        llm._preparer.adapt(TakesVideos(llm, one_video))(QUESTION)
 
 
 def test_videos_in_a_prompt_of_token_ids_are_refused(checkpoint, make_llm):
     llm = make_llm(checkpoint)
     with pytest.raises(RequestError, match="a prompt with media as text, not as token ids"):
-        llm._intake.adapt(TakesVideos(llm))({"prompt_token_ids": [1, 2], "videos": [FRAMES]})
+        llm._preparer.adapt(TakesVideos(llm))({"prompt_token_ids": [1, 2], "videos": [FRAMES]})

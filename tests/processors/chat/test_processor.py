@@ -20,7 +20,7 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config, load_media_configs
 from mmvllm.processors.chat import template as chat_template
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.utils import time_limit
@@ -46,7 +46,7 @@ def processor(tokenizer):
     return Processor(tokenizer, ImageProcessor(CONFIG), RULES)
 
 
-class HFProcessor:
+class StandIn:
     """Computes what transformers' Qwen2VLProcessor does, which cannot be constructed without torchvision."""
 
     def __init__(self, tokenizer, expands: bool):
@@ -73,7 +73,7 @@ class HFProcessor:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["expands", "does not expand"])
 def foreign(request, tokenizer):
-    return ForeignProcessor(HFProcessor(tokenizer, request.param), tokenizer, RULES, VIDEOS)
+    return HFProcessor(StandIn(tokenizer, request.param), tokenizer, RULES, VIDEOS)
 
 
 def as_values(prompt: EngineInput) -> tuple:
@@ -268,7 +268,7 @@ def test_bounds_that_cross_are_refused(processor, foreign):
 
 def test_a_text_only_checkpoint_refuses_images(tokenizer, processor):
     own = Processor(tokenizer, ImageProcessor(CONFIG), None)
-    foreign = ForeignProcessor(HFProcessor(tokenizer, expands=False), tokenizer, None, VIDEOS)
+    foreign = HFProcessor(StandIn(tokenizer, expands=False), tokenizer, None, VIDEOS)
     for prepare in (own, foreign):
         assert prepare(ask("hi")) == processor(ask("hi"))
         with pytest.raises(ValueError, match="this checkpoint is text-only, it cannot take images"):
@@ -284,7 +284,7 @@ def test_an_exception_in_the_chat_template_is_a_value_error(tokenizer, processor
 
     message = "the chat template cannot render these messages: 'tools'"
     own = Processor(Refusing(), ImageProcessor(CONFIG), RULES)
-    for prepare in (own, ForeignProcessor(Refusing(), tokenizer, RULES, VIDEOS)):
+    for prepare in (own, HFProcessor(Refusing(), tokenizer, RULES, VIDEOS)):
         with pytest.raises(ValueError, match=message):
             prepare(ask("hi"))
     bare = AutoTokenizer.from_pretrained(BUNDLED)
@@ -310,7 +310,7 @@ def test_a_template_that_does_not_end_is_interrupted(kind, template, monkeypatch
     endless.chat_template = template
     prepare = Processor(endless, ImageProcessor(CONFIG), RULES)
     if kind == "foreign":
-        prepare = ForeignProcessor(HFProcessor(endless, expands=True), endless, RULES, VIDEOS)
+        prepare = HFProcessor(StandIn(endless, expands=True), endless, RULES, VIDEOS)
     with pytest.raises(RequestError, match=r"the chat template takes longer than 0\.01 s to render messages$"):
         prepare(ask("hi"))
 
@@ -318,7 +318,7 @@ def test_a_template_that_does_not_end_is_interrupted(kind, template, monkeypatch
 def test_a_template_does_not_keep_other_requests_waiting(tokenizer):
     rendering, go_on = threading.Event(), threading.Event()
 
-    class Slow(HFProcessor):
+    class Slow(StandIn):
         added_tokens_decoder = tokenizer.added_tokens_decoder
 
         def apply_chat_template(self, messages, **keys):
@@ -354,7 +354,7 @@ def test_what_a_template_writes_is_not_tokenized_if_it_cannot_fit(tokenizer):
         prepare(ask("hi"))
 
 
-class ChangedOutput(HFProcessor):
+class ChangedOutput(StandIn):
     """Applies `change` to the output."""
 
     def __init__(self, tokenizer, change):
@@ -387,7 +387,7 @@ class ChangedOutput(HFProcessor):
 )
 def test_invalid_output_of_a_foreign_processor_is_refused(change, message, tokenizer):
     with pytest.raises(ValueError, match=message):
-        ForeignProcessor(ChangedOutput(tokenizer, change), tokenizer, RULES, VIDEOS)(ask(A, B))
+        HFProcessor(ChangedOutput(tokenizer, change), tokenizer, RULES, VIDEOS)(ask(A, B))
 
 
 def test_more_grids_than_images_are_refused(tokenizer):
@@ -395,7 +395,7 @@ def test_more_grids_than_images_are_refused(tokenizer):
         made.update(image_grid_thw=made["image_grid_thw"].repeat(2, 1))
 
     with pytest.raises(ValueError, match=r"returned 2 image_grid_thw for 1 image$"):
-        ForeignProcessor(ChangedOutput(tokenizer, twice), tokenizer, RULES, VIDEOS)(ask(A))
+        HFProcessor(ChangedOutput(tokenizer, twice), tokenizer, RULES, VIDEOS)(ask(A))
 
 
 def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
@@ -403,24 +403,22 @@ def test_a_foreign_processor_may_return_lists_and_arrays(tokenizer):
         made.update(input_ids=made["input_ids"].tolist(), image_grid_thw=made["image_grid_thw"].tolist())
         made.update(pixel_values=made["pixel_values"].numpy())
 
-    want = ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, VIDEOS)(ask(A, B))
-    assert as_values(
-        ForeignProcessor(ChangedOutput(tokenizer, plain), tokenizer, RULES, VIDEOS)(ask(A, B))
-    ) == as_values(want)
+    want = HFProcessor(StandIn(tokenizer, expands=True), tokenizer, RULES, VIDEOS)(ask(A, B))
+    assert as_values(HFProcessor(ChangedOutput(tokenizer, plain), tokenizer, RULES, VIDEOS)(ask(A, B))) == as_values(
+        want
+    )
 
 
 @pytest.mark.parametrize("kind", ["own", "foreign"])
 def test_prompts_are_the_same_from_many_threads(kind, processor, tokenizer):
-    prepare = (
-        processor if kind == "own" else ForeignProcessor(HFProcessor(tokenizer, expands=True), tokenizer, RULES, VIDEOS)
-    )
+    prepare = processor if kind == "own" else HFProcessor(StandIn(tokenizer, expands=True), tokenizer, RULES, VIDEOS)
     requests = list(REQUESTS.values()) * 4
     want = [as_values(prepare(request)) for request in REQUESTS.values()] * 4
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: as_values(prepare(request)), requests)) == want
 
 
-class NotThreadSafe(HFProcessor):
+class NotThreadSafe(StandIn):
     """Fails if two threads call it at the same time."""
 
     def __init__(self, tokenizer):
@@ -443,7 +441,7 @@ class NotThreadSafe(HFProcessor):
 def test_a_tokenizer_is_used_by_one_thread_at_a_time(kind, tokenizer):
     tokenizer_and_processor = NotThreadSafe(tokenizer)
     own = Processor(tokenizer_and_processor, ImageProcessor(CONFIG), RULES)
-    prepare = own if kind == "own" else ForeignProcessor(tokenizer_and_processor, tokenizer, RULES, VIDEOS)
+    prepare = own if kind == "own" else HFProcessor(tokenizer_and_processor, tokenizer, RULES, VIDEOS)
     with ThreadPoolExecutor(8) as pool:
         prompts = list(pool.map(prepare, [ask(str(i)) for i in range(24)]))
     assert [prompt.token_ids for prompt in prompts] == [prepare(ask(str(i))).token_ids for i in range(24)]

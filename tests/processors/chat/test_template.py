@@ -11,7 +11,7 @@ from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
 from mmvllm.processors.chat import template as chat_template_module
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.chat.requests import parse_request
 from mmvllm.processors.chat.template import ChatTemplate
@@ -77,7 +77,7 @@ def test_a_processor_of_the_callers_is_asked_for_the_same(prepare):
         def __call__(self, text, images, return_tensors):
             return prepare.tokenizer(text, return_tensors=return_tensors)
 
-    foreign = ForeignProcessor(Own(), prepare.tokenizer, None, None)
+    foreign = HFProcessor(Own(), prepare.tokenizer, None, None)
     messages = [QUESTION, {"role": "assistant", "content": "The answer"}]
     for keys in ({"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template": STRINGS}):
         request = {"messages": messages, **keys}

@@ -17,7 +17,7 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor, rendered
 from mmvllm.processors.chat.requests import parse_request
 from mmvllm.processors.chat.template_kwargs import MAX_DEPTH, check_template_kwargs
@@ -233,7 +233,7 @@ class Recorder:
 
 def test_a_processor_of_the_callers_is_given_them():
     recorder = Recorder(with_template(TEMPLATE).tokenizer)
-    prepare = ForeignProcessor(recorder, recorder.tokenizer, None, None)
+    prepare = HFProcessor(recorder, recorder.tokenizer, None, None)
     kwargs = {"style": "calm", "facts": {}, "texts": []}
     want = recorder.tokenizer.apply_chat_template([QUESTION], return_dict=False, **kwargs)
     assert prepare({"messages": [QUESTION], "chat_template_kwargs": kwargs}).token_ids == want

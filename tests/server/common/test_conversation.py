@@ -214,7 +214,7 @@ def test_incomplete_utf8_is_shown_as_bytes():
 
 def test_one_detail_gives_the_same_input_as_max_pixels_of_the_request(engine):
     """Only images with a smaller limit than others in the request are resized twice."""
-    process = engine._intake.processor
+    process = engine._preparer.processor
     image = Image.effect_noise((300, 200), 90).convert("RGB")
     body = request(image_part("x", detail="low"), "Hi")
     limits = DetailLimits.of(engine.image_config, 28 * 28 * 30)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from mmvllm.cli.media import OPTIONS
-from mmvllm.entrypoints.intake import AdmissionWindow
+from mmvllm.entrypoints.request_queue import AdmissionWindow
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.common import media
 from tests.helpers.serving.server import (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mmvllm import AsyncLLM, LoRARequest, RequestError, SamplingParams
 from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.engine.fleets import FLEET
+from tests.helpers.engine.data_parallel import DATA_PARALLEL
 from tests.helpers.media.hostile import SLOW_EXPRESSION as SLOW
 from tests.helpers.models.adapters import make_adapter
 from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, error_of, make_app, serving
@@ -220,7 +220,7 @@ def test_several_engines(adapters):
     """Each reads the folder in its own process; the front process refuses wrong ones, and holds no values."""
 
     async def run() -> dict[str | None, list[int]]:
-        async with AsyncLLM(**FLEET, enable_lora=True) as engine:
+        async with AsyncLLM(**DATA_PARALLEL, enable_lora=True) as engine:
             with pytest.raises(RequestError, match="adapter 'bad': /nowhere is not a LoRA adapter"):
                 engine.load_adapter(LoRARequest("bad", 1, "/nowhere"))
             found = {}

@@ -1,4 +1,4 @@
-"""Several engines under test: small ones in processes, and a fleet without any."""
+"""Several engines under test: small ones in processes, and a stand-in without any."""
 
 import os
 import signal
@@ -14,9 +14,15 @@ from mmvllm.engine.stats import EngineStats
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.parallel.dispatcher import Dispatcher
-from mmvllm.parallel.engine_core import AddCommand, EngineFacts, News
+from mmvllm.parallel.engine_core import AddCommand, EngineOutputs, EngineReady
 
-FLEET = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "data_parallel_size": 2, "max_num_seqs": 8}
+DATA_PARALLEL = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_kvcache_blocks": 256,
+    "data_parallel_size": 2,
+    "max_num_seqs": 8,
+}
 
 
 def pids(engine: AsyncLLM) -> list[int]:
@@ -50,7 +56,7 @@ class FakeReceiver:
 
 
 @dataclass
-class FakeFleet:
+class FakeEngines:
     """Engines without processes, whose commands are kept."""
 
     size: int = 2
@@ -59,7 +65,7 @@ class FakeFleet:
     is_given_up: bool = False
 
     def __post_init__(self):
-        self.facts = tuple(EngineFacts(1000, 4, 64, 16) for _ in range(self.size))
+        self.ready = tuple(EngineReady(1000, 4, 64, 16) for _ in range(self.size))
         self.sent = []  # (index, command)
         self.down: list[str | None] = [None] * self.size
 
@@ -84,18 +90,18 @@ class FakeFleet:
 
     def restore(self, index: int) -> None:
         self.down[index] = None
-        self.listener.on_ready(index, self.facts[index])
+        self.listener.on_ready(index, self.ready[index])
 
     def tell(self, index: int, *items: tuple[int, Item], **stats) -> None:
-        self.listener.on_news(index, News([*items], EngineStats(num_blocks=64, **stats), None))
+        self.listener.on_outputs(index, EngineOutputs([*items], EngineStats(num_blocks=64, **stats), None))
 
 
 class Dispatched:
-    """A dispatcher of a fake fleet, with what it delivered."""
+    """A dispatcher of fake engines, with what it delivered."""
 
     def __init__(self, size: int = 2):
-        self.fleet, self.events, self.failures = FakeFleet(size), [], []
-        self.dispatcher = Dispatcher(self.fleet, self.events.extend, self.failures.append)
+        self.engines, self.events, self.failures = FakeEngines(size), [], []
+        self.dispatcher = Dispatcher(self.engines, self.events.extend, self.failures.append)
 
     def add(self, name: str, prompt: list[int] | None = None, params: SamplingParams | None = None) -> FakeReceiver:
         receiver = FakeReceiver(name)
@@ -105,12 +111,12 @@ class Dispatched:
 
     def added(self, index: int) -> list[str]:
         """The requests that an engine was given."""
-        sent = self.fleet.sent
+        sent = self.engines.sent
         return [command.request_id for own, command in sent if own == index and isinstance(command, AddCommand)]
 
     def place(self, name: str) -> tuple[int, int]:
         """The engine that was given a request last, and the request's key."""
-        added = [(index, command) for index, command in self.fleet.sent if isinstance(command, AddCommand)]
+        added = [(index, command) for index, command in self.engines.sent if isinstance(command, AddCommand)]
         return next((index, command.key) for index, command in reversed(added) if command.request_id == name)
 
     def delivered(self, receiver: FakeReceiver) -> list[Item]:

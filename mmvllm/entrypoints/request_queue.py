@@ -1,6 +1,6 @@
 """The way in that `LLM` and `AsyncLLM` share: requests prepared in workers, and the admission window.
 
-    request ── Intake.prepare, in a worker ── EngineInput ── admission window ── engine
+    request ── RequestPreparer.prepare, in a worker ── EngineInput ── admission window ── engine
 
 Preparation runs ahead of the engine and is bounded: at most so many requests, and no new one is begun while the media
 of requests that wait for the engine take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
@@ -27,7 +27,7 @@ from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
 from mmvllm.media.policy import Kind
 from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
 from mmvllm.processes.signals import wait_until
-from mmvllm.processors.chat.hf_processor import ForeignProcessor
+from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.parts import plain_processor_kwargs
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.chat.requests import media_kinds, parse_request
@@ -58,7 +58,7 @@ class AdmissionWindow:
         return num_requests < self.max_requests and num_waiting_bytes < MAX_BYTES
 
 
-class Destination(Protocol):
+class EngineInfo(Protocol):
     """What preparation needs to know of the engine, or of several with the same model."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,7 +72,7 @@ class Destination(Protocol):
         """Read the adapter of a request, or refuse it."""
 
 
-class Intake:
+class RequestPreparer:
     """Prepares requests for an engine.
 
     Args:
@@ -83,7 +83,7 @@ class Intake:
 
     def __init__(
         self,
-        engine: Destination,
+        engine: EngineInfo,
         processor: Any = None,
         video_backend: str = "pyav",
         processor_kwargs: Mapping[str, Any] | None = None,
@@ -96,11 +96,11 @@ class Intake:
         self.processor = self._own if processor is None else self.adapt(processor)
         self._device = engine.device
 
-    def adapt(self, processor: Any) -> ForeignProcessor:
+    def adapt(self, processor: Any) -> HFProcessor:
         """A processor of the caller's, for use in place of `processor`."""
         engine = self._engine
         config, max_tokens = engine.video_config, engine.max_model_len
-        return ForeignProcessor(processor, engine.tokenizer, engine.media_rules, config, max_tokens, self._load)
+        return HFProcessor(processor, engine.tokenizer, engine.media_rules, config, max_tokens, self._load)
 
     def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
         """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
@@ -224,7 +224,7 @@ def params_for(sampling_params: Params, index: int, own: SamplingParams | dict |
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRequest:
     """A request and its place in the caller's order; `prompt.result()` gives the input or raises what was wrong."""
 
     index: int
@@ -304,7 +304,7 @@ class Prefetcher:
 
     Args:
         in_order: give requests in the caller's order, rather than each as soon as it is prepared.
-        indices: `Prepared.index` of each request.
+        indices: `PreparedRequest.index` of each request.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class Prefetcher:
         self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
         self._pool = _worker_threads(num_workers)
         self._changed = threading.Condition()
-        self._items: deque[Prepared] = deque()
+        self._items: deque[PreparedRequest] = deque()
         self._num_preparing = 0
         self._num_bytes = 0
         self._exhausted = self._closed = False
@@ -333,7 +333,7 @@ class Prefetcher:
         # A daemon: an endless iterable may block, and then the thread never sees `_closed`.
         threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
 
-    def get(self, wait: bool) -> Prepared | None:
+    def get(self, wait: bool) -> PreparedRequest | None:
         """The next prepared request; None if there is none yet and `wait` is false, or there are no more.
 
         Raises what the caller's iterable raised, after all requests before, if `wait` is true.
@@ -390,7 +390,7 @@ class Prefetcher:
                         return
                     self._num_preparing += 1
                     future = self._pool.submit(self._prepare, request)
-                    self._items.append(Prepared(index, request, future))
+                    self._items.append(PreparedRequest(index, request, future))
                 future.add_done_callback(self._on_done)
         except BaseException as error:  # the caller's, raised again in `get`
             self._failure = error

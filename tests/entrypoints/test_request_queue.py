@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mmvllm.entrypoints.intake import Prefetcher
+from mmvllm.entrypoints.request_queue import Prefetcher
 from mmvllm.inputs import EngineInput, MediaItem
 from mmvllm.processes.pool import WorkersUnusable
 

@@ -13,10 +13,10 @@ from mmvllm.outputs import Delta, RequestOutput
 from mmvllm.sampling_params import CHOSEN_AT_END, SamplingParams
 from mmvllm.scheduler.sequence import SequenceGroup
 
-Event = RequestOutput | Delta
+StreamEvent = RequestOutput | Delta
 
 
-class Call:
+class RequestBatch:
     """The requests of one call that are in flight, by their index.
 
     Several calls may be interleaved, from open generators or from threads: each finds its own requests finished,
@@ -54,7 +54,7 @@ class Call:
             if self._streams:
                 self._deltas[index] = self._engine.delta_stream(group)
 
-    def step(self) -> list[tuple[int, Event]]:
+    def step(self) -> list[tuple[int, StreamEvent]]:
         """Run the engine once, unless a request of this call has finished already; what is new, by index."""
         self._give_way()
         with self._lock:
@@ -63,7 +63,7 @@ class Call:
                 self._engine.step()
             return self._take_events()
 
-    def refusal(self, output: RequestOutput) -> Event:
+    def refusal(self, output: RequestOutput) -> StreamEvent:
         """What stands for a request that the engine refused."""
         if not self._streams:
             return output
@@ -76,7 +76,7 @@ class Call:
     def abort(self) -> None:
         self._abort([*self.groups])
 
-    def _take_events(self) -> list[tuple[int, Event]]:
+    def _take_events(self) -> list[tuple[int, StreamEvent]]:
         events = [(index, delta) for index, stream in self._deltas.items() for delta in stream.deltas()]
         finished = [(index, group.output) for index, group in self.groups.items() if group.output is not None]
         for index, _ in finished:
@@ -93,12 +93,12 @@ class Call:
                     self._engine.abort_request(group.request_id)
 
 
-def output_of(event: Event | None) -> RequestOutput | None:
+def output_of(event: StreamEvent | None) -> RequestOutput | None:
     """The output of a request that has finished; None before."""
     return event.output if isinstance(event, Delta) else event
 
 
-def without_errors(events: Iterable[tuple[int, Event]], noun: str) -> Iterator[tuple[int, Event]]:
+def without_errors(events: Iterable[tuple[int, StreamEvent]], noun: str) -> Iterator[tuple[int, StreamEvent]]:
     """Pass events through; raises RequestError for one that is itself to blame, RuntimeError for other failures."""
     for index, event in events:
         output = output_of(event)
