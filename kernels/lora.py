@@ -17,10 +17,10 @@ _SPLIT = 1024  # inputs that one program sums: few rows would keep few programs 
 def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, ends: Tensor, widths: Sequence[int]) -> None:
     """Add to rows of y (N, out), in place, what their adapters make of the same rows of x (N, in).
 
-    y has up to three parts of `widths` outputs, each with matrices of its own: a (slots, parts, rank, in), and b
+    y has up to three parts of `widths` outputs, each with its own matrices: a (slots, parts, rank, in), and b
     (slots, out, rank), in which scales are contained. rows (L,) int64 are sorted by slot, ends (slots,) int32 are where
-    those of each slot end. Other rows of y are not touched. x, a and b have one dtype, and all are contiguous. On CUDA
-    nothing is read on the host.
+    the rows of each slot end. Other rows of y are not touched. x, a and b have one dtype, and all are contiguous. On
+    CUDA nothing is read on the host.
     """
     assert x.is_contiguous() and y.is_contiguous() and len(widths) <= 3 and sum(widths) == y.shape[1] == b.shape[1]
     (lora_add_triton if runs_triton(x) else lora_add_torch)(y, x, a, b, rows, ends, widths)

@@ -23,7 +23,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_se
 
 
 def packed_attention_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """As `packed_attention`, one segment after another."""
+    """Reference of `packed_attention`: one segment after another."""
     out = q.new_empty(q.shape)
     segment_lens = [length for length in cu_seqlens.diff().tolist() if length]
     segments = zip(*(x.split(segment_lens) for x in (q, k, v, out)), strict=True)
@@ -80,7 +80,7 @@ def _attention_by_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 
 
 def packed_attention_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """As `packed_attention`, in one kernel: a program per tile of rows, head and segment."""
+    """`packed_attention` in one kernel: a program per tile of rows, head and segment."""
     (_, H, D), segments = q.shape, len(cu_seqlens) - 1
     out = q.new_empty(q.shape)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
@@ -105,7 +105,7 @@ def head_pieces(head_dim: int) -> tuple[int, int]:
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Query rows and keys of a tile, and the warps for it.
 
-    In half precision, those of torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The others
+    In half precision, as in torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The others
     are not tuned, only small enough for registers and shared memory: float32 needs twice the space and does not use
     tensor cores.
     """

@@ -59,9 +59,10 @@ def paged_attention_torch(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """As `paged_attention`: single-query sequences are batched by similar context length, others run one by one.
+    """Reference of `paged_attention`.
 
-    It finds the single queries itself, so `num_decodes` changes nothing.
+    Single-query sequences are batched by similar context length, others run one by one. It finds the single queries
+    itself, so `num_decodes` changes nothing.
     """
     starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
     single: dict[int, list[int]] = {}  # by the bit length of their contexts, so that at most half is padding
@@ -121,7 +122,7 @@ def paged_attention_triton(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """As `paged_attention`: a kernel for single queries, one for the rest. Not first called in a CUDA graph capture."""
+    """`paged_attention` in a kernel for single queries and one for the rest. Not first called in a graph capture."""
     S, out = len(kv_lens), q.new_empty(q.shape)
     num_decodes = S if max_query_len == 1 else num_decodes
     if num_decodes:
@@ -162,7 +163,7 @@ def _prefill(
 def _decode(
     q: Tensor, k_cache: KVCache, v_cache: KVCache, out: Tensor, kv_lens: Tensor, block_table: Tensor, S: int
 ) -> None:
-    """Write the first S rows of `out`: those of the first S sequences, which have one query each."""
+    """Write the first S rows of `out`, for the first S sequences, which have one query each."""
     (_, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     block_n = decode_block_n(D, q.dtype)
     splits = num_splits(S * K, block_table.shape[1] * block_size, block_n, q.device)
@@ -208,7 +209,7 @@ def done_counts(number: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def _heads_at(blocks, key, exists, K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Of a sequence's keys, the first of the K heads of their slots, given its block-table row `blocks`."""
+    """Offset of the first of the K heads of each key's slot, given the sequence's block-table row `blocks`."""
     block = tl.load(blocks + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     return (block * BLOCK_SIZE + key % BLOCK_SIZE) * K
 

@@ -74,7 +74,7 @@ def quantized_linear_torch(
 def quantized_linear_triton(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """As `quantized_linear`. Not first called in a CUDA graph capture."""
+    """`quantized_linear` in one kernel. Not first called in a CUDA graph capture."""
     (N, in_size), (out_size, groups) = x.shape, scales.shape
     out = x.new_empty(N, out_size)
     if N == 0:

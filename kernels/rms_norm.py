@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
-    """As `add_rms_norm`, but the normalised sum is rounded to 8 bits, after it has been rounded to x's dtype."""
+    """`add_rms_norm`, whose normalised sum is rounded to x's dtype and then to 8 bits."""
     assert x.is_contiguous() and residual.is_contiguous()
     return (add_rms_norm_fp8_triton if runs_triton(x) else add_rms_norm_fp8_torch)(x, residual, weight, eps)
 

@@ -182,7 +182,7 @@ def _rotary_write_kv_kernel(
     HALF_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """As `_rotary_kernel`, but rotated keys and unchanged values are stored in their slots of the caches."""
+    """`_rotary_kernel` that stores rotated keys and unchanged values in their slots of the caches."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
     q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)

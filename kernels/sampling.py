@@ -160,7 +160,7 @@ def _last_kept(row_ptr, lowest, largest, inverse, wanted, BY_MASS: tl.constexpr,
 
 @triton.jit
 def _float_to_key(x):
-    """An int64 key that orders float32 values: their bits, with those of negative numbers inverted below the sign."""
+    """An int64 key that orders float32 values: their bits, inverted below the sign for negative numbers."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

@@ -17,7 +17,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_fp8(gate_up: Tensor) -> Fp8Rows:
-    """As `silu_mul`, rounded to 8 bits after it has been rounded to gate_up's dtype."""
+    """`silu_mul`, rounded to gate_up's dtype and then to 8 bits."""
     assert gate_up.is_contiguous()
     return (silu_mul_fp8_triton if runs_triton(gate_up) else silu_mul_fp8_torch)(gate_up)
 

@@ -1,4 +1,4 @@
-"""Rows written over or added to those of a tensor: image rows of placeholder tokens, results of experts."""
+"""Rows of a tensor are replaced or added to: by embeddings at placeholder tokens, by results of experts."""
 
 from collections.abc import Iterator
 

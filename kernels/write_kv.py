@@ -21,7 +21,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def write_kv_torch(k: Tensor, v: Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: Tensor) -> None:
-    """As `write_kv`; caches may be quantized."""
+    """Reference of `write_kv`; caches may also be quantized."""
     for x, cache in ((k, k_cache), (v, v_cache)):
         if isinstance(cache, QuantizedKVCache):
             cache.write(slot_mapping, x)

@@ -6,7 +6,7 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command in a process of its own, and return its exit code.
+    """Entry point of the command; returns its exit code. The process must run nothing else.
 
     Until a command handles SIGINT itself, Ctrl-C ends the process at once, without a traceback: wherever Python raised
     KeyboardInterrupt, in the middle of an import say, there is nothing to clean up yet. SIGTERM does the same.

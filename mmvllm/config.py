@@ -249,7 +249,7 @@ class EngineConfig:
         quantization: "int8" quantizes weights while they are loaded, and activations dynamically, on a CPU only; "int4"
             rounds the decoder's weights to 4 bits in groups, and on a CPU the others to 8 bits; "fp8" rounds the
             decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
-            bfloat16; completions change slightly. By default weights keep the dtype, and those of a quantized
+            bfloat16; completions change slightly. By default weights keep the dtype, and weights of a quantized
             checkpoint stay quantized.
         kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
             in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
@@ -420,7 +420,7 @@ AsyncEngineArgs = EngineArgs
 
 
 def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `values` that are named as fields of `EngineConfig` and are not None."""
+    """Select the `values` that are fields of `EngineConfig` and are not None."""
     given = {field.name: values.get(field.name) for field in fields(EngineConfig)}
     return {name: value for name, value in given.items() if value is not None}
 

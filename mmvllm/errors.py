@@ -142,7 +142,7 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineBusy(EngineUnavailable):
-    """As many requests are being served or waiting (`value`) as may be (`limit`); try again later."""
+    """The number of requests served or waiting (`value`) has reached the `limit`; try again later."""
 
     def __init__(self, value: int, limit: int):
         verb = "is" if value == 1 else "are"
@@ -168,7 +168,7 @@ class RequestFailed(RuntimeError):
 class RequestsAborted(RuntimeError):
     """Requests of a call were aborted from outside.
 
-    `outputs` are those of all requests in their order; of a stream, which has yielded them, those of aborted requests.
+    `outputs` has all outputs in order; for a stream, which has yielded the others, only the aborted ones.
     """
 
     def __init__(self, message: str, outputs: list):

@@ -58,7 +58,7 @@ class ImageGeometry:
 
     @property
     def of_stored(self) -> "ImageGeometry":
-        """The same of the image as it is stored."""
+        """The geometry of the image as it is stored."""
         if self.orientation < 5:
             return replace(self, orientation=1)
         return ImageGeometry(self.height, self.width, self.resized_height, self.resized_width)

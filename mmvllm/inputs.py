@@ -76,13 +76,13 @@ class Media:
 class MediaItem:
     """What the ViT encodes at once: an image, or a temporal patch of a video, with its place in the prompt.
 
-    Patches attend within their temporal patch only, so that those of a video can be encoded in any steps.
+    Patches attend within their temporal patch only, so the patches of a video can be encoded in any steps.
 
     Args:
         modality: "image" or "video".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches; t is 1.
-        digest: stands for the item in the prefix cache and the encoder cache (`Media.digests`).
+        digest: identifies the item in the prefix cache and the encoder cache (`Media.digests`).
         span: the placeholder tokens in the prompt that the item's embeddings replace.
         index: which image or video of the prompt it is, or belongs to, from 0.
         time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
@@ -138,7 +138,7 @@ class EngineInput:
 
     Args:
         token_ids: with every placeholder expanded to the number of tokens that its item needs.
-        items: in the order of their placeholders; those of a video follow each other.
+        items: in the order of their placeholders; the items of a video are consecutive.
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
         preparation: when it was begun and when it was done, in seconds since the epoch.
@@ -181,14 +181,14 @@ class MediaRules:
     """How a model family represents media in a prompt; the processors use nothing else of it.
 
     Args:
-        image_token_id, video_token_id: the placeholders; `start_token_id` and `end_token_id` enclose those of an image
-            or a video. Without a token of its own for videos, a checkpoint takes none.
+        image_token_id, video_token_id: the placeholders; `start_token_id` and `end_token_id` enclose the placeholders
+            of an image or a video. A checkpoint without a video token takes no videos.
         start, image, video, end: the same tokens as text, for messages.
         merge_size: merge_size**2 patches become one token.
         patch_dim: values in a patch.
         tokens_per_second: of a video, on the time axis of M-RoPE; None where temporal patches are one position apart.
         timestamp: what stands before each temporal patch of a video, with a place for its time in seconds; each
-            temporal patch is then enclosed in start and end tokens of its own.
+            temporal patch is then enclosed in its own start and end tokens.
         boxes: how the family writes boxes and points; None if it writes none.
     """
 

@@ -191,11 +191,11 @@ class RequestOutput:
         return _NAMES
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """`dict.get`, for fields."""
         return getattr(self, name) if name in self else default
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and those of the first completion, of types that `json.dumps` takes."""
+        """All fields, and the fields of the first completion, in types that `json.dumps` takes."""
         others = ("completions", "outputs", "exception", "metrics", "boxes", "embedding")
         made = {name: getattr(self, name) for name in _NAMES if name not in others}
         made |= {"embedding": None if self.embedding is None else self.embedding.tolist()}
@@ -237,7 +237,7 @@ class EmbeddingOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> "EmbeddingOutput":
-        """That of a request with `pooling` that has finished."""
+        """Build it from the output of a finished request with `pooling`."""
         return cls(*(getattr(output, own.name) for own in fields(cls)))
 
     @property
@@ -285,7 +285,7 @@ class ContinuationScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """The continuations of one request, in the caller's order. The numbers of tokens are those of the prompt."""
+    """The continuations of one request, in the caller's order. The numbers of tokens refer to the prompt."""
 
     scores: list[ContinuationScore]
     num_prompt_tokens: int

@@ -17,8 +17,8 @@ class PoolingParams:
     """The vector of one request. Raises ValueError for a wrong value, and TypeError for an unknown argument.
 
     Args:
-        pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean of those of all tokens; they
-            are the decoder's, after its last norm.
+        pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean over all tokens; hidden
+            states are the decoder's, after its last norm.
         normalize: divide the vector by its Euclidean norm.
         dimensions: keep the first values only, before the norm; for models trained so (arXiv 2205.13147).
     """
@@ -43,7 +43,7 @@ class PoolingParams:
             raise ParameterError("dimensions", self.dimensions, required)
 
     def vector(self, total: np.ndarray, number: int) -> np.ndarray:
-        """The sum (C,) float64 of so many hidden states -> the vector, float32."""
+        """The sum (C,) float64 of `number` hidden states -> the vector, float32."""
         vector = (total / number)[: self.dimensions]
         norm = np.linalg.norm(vector)
         return (vector / norm if self.normalize and norm > 0 else vector).astype(np.float32)

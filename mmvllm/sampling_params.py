@@ -51,7 +51,7 @@ WITH_BEAM_SEARCH = frozenset(
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters with `defaults` of a checkpoint for those not given; those of sampling do not apply to beam search."""
+    """Fill in the checkpoint's `defaults`; sampling defaults do not apply to beam search."""
     if given.get("beam_width") is not None:
         defaults = {name: value for name, value in defaults.items() if name in WITH_BEAM_SEARCH}
     return {**defaults, **given}
@@ -93,7 +93,7 @@ class SamplingParams:
         allowed_token_ids: only these tokens follow; None allows all.
         bad_words: texts that do not occur in the completion, as the tokenizer writes them at its beginning, or after a
             space.
-        no_repeat_ngram_size: no sequence of so many tokens occurs twice in prompt and completion; 0 allows all.
+        no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and completion; 0 allows all.
         logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
             logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
@@ -332,7 +332,7 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def sampling_params(self) -> SamplingParams:
-        """The same, with all beams returned; raises ValueError for a wrong value."""
+        """The equivalent `SamplingParams`, which returns all beams; raises ValueError for a wrong value."""
         given = {own.name: getattr(self, own.name) for own in fields(self)}
         return SamplingParams(**given, n=max(1, self.beam_width) if _is_integer(self.beam_width) else 1)
 

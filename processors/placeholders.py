@@ -30,7 +30,7 @@ class _Pair(NamedTuple):
 
 
 def place_media(token_ids: list[int], media: Sequence[Media], rules: MediaRules, encode: Encode) -> EngineInput:
-    """The engine's input: placeholders expanded, each image and video in the place of its own.
+    """The engine's input: placeholders expanded, each image and video at its placeholder.
 
     Raises RequestError where placeholders and media do not fit together.
     """

@@ -136,7 +136,7 @@ def media_from_tensors(
 def _digests(
     modality: str, patches: Tensor, grid: Grid, given: bytes | None, seconds_per_patch: float | None
 ) -> tuple[bytes, ...]:
-    """Of each temporal patch, from the digest of the whole if one is given."""
+    """The digest of each temporal patch, from the digest of the whole if one is given."""
     t, h, w = grid
     if given is not None:
         return (given,) if t == 1 else tuple(given + bytes(repr(i), "ascii") for i in range(t))
@@ -190,7 +190,7 @@ def _check_apart(placed: list[tuple[Media, list[Span]]]) -> None:
     for (media, spans), (_, following) in pairwise(placed):
         if sum(spans[-1]) > following[0][0]:
             raise RequestError(
-                f"the tokens of an image or a video stand between those of a {media.modality} of grid {media.grid}; "
+                f"the tokens of an image or a video stand inside a {media.modality} of grid {media.grid}; "
                 "give grids in the order of the prompt",
                 param=NAMES[media.modality][1],
             )

@@ -1,4 +1,4 @@
-"""The rule for errors of kernels: against float64, they are at most twice those of plain torch in the same dtype.
+"""The rule for errors of kernels: against float64, at most twice the error of plain torch in the same dtype.
 
 One value says little: the largest of two samples of the same errors differ by chance, and a bound that allows for this
 hides errors of common values. So the rule compares the 99.9 % quantile (the tenth largest of a small sample) and bounds
@@ -20,7 +20,7 @@ LARGEST_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Errors of a kernel beside those of its reference, in units of the largest value of their rows.
+    """Errors of a kernel and of its reference, in units of the largest value of their rows.
 
     Args:
         num_values: size of the sample.

@@ -38,7 +38,7 @@ class ModelCosts:
 
     @property
     def active_share(self) -> float:
-        """Of the experts' parameters, the share that one token is multiplied with; 1 for a model without experts."""
+        """Share of the experts' parameters that one token is multiplied with; 1 for a model without experts."""
         experts = self.config.experts
         return experts.num_experts_per_tok / experts.num_experts if experts else 1.0
 
@@ -52,7 +52,7 @@ class ModelCosts:
         return self.num_parameters["decoder"] + self.num_head_weights - unused
 
     def decoder_flops(self, num_tokens: int, num_keys: float) -> float:
-        """Of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
+        """Operations of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
 
         A token is multiplied with every weight, of the experts only with its own, and attention takes 4 H D operations
         per layer, token and key.
@@ -63,12 +63,12 @@ class ModelCosts:
         return 2 * (linear + round(self.num_expert_parameters * self.active_share)) * num_tokens + attention
 
     def head_flops(self, num_rows: int) -> int:
-        """Of the logits, which are computed only for rows that sample a token."""
+        """Operations of the logits, which are computed only for sampled tokens."""
         return 2 * self.num_head_weights * num_rows
 
     @torch.inference_mode()
     def _vision_flops(self, grid: Grid) -> int:
-        """Of an image: the ViT runs without data, and each linear layer and each attention call is counted."""
+        """Operations of the ViT for an image, counted per linear layer and attention call in a run without data."""
         t, h, w = grid
         self._counter.flops = 0
         hooks = [
@@ -89,7 +89,7 @@ class ModelCosts:
         return counts
 
     def _count_linear_weights(self) -> dict[str, int]:
-        """Of each linear layer, by its name."""
+        """Number of weights of each linear layer, by name."""
         weights = {name: 0 for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         for name, _, view, _ in checkpoint_views(self._model):
             layer, _, parameter = name.rpartition(".")

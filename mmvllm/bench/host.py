@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _cases(args: argparse.Namespace) -> tuple[list[HostCase], list[HostCase]]:
-    """Those of the engine, and those of `AsyncLLM`."""
+    """The cases of the engine, and the cases of `AsyncLLM`."""
     sampling, kinds = _chosen("sampling", args.sampling, SAMPLING), _chosen("kinds", args.kinds, KINDS)
     cases = [HostCase(*one) for one in product(args.sequences, args.contexts, sampling, kinds)]
     # With several ranks, the engine of `AsyncLLM` is in another process, where the model cannot be replaced.

@@ -35,7 +35,7 @@ MROPE_SECTION = [8, 4, 4]  # half of HEAD_DIM
 
 @dataclass(frozen=True, slots=True)
 class HostCase:
-    """What the steps of a measurement compute; in those of a "mixed" one a prompt arrives and a request finishes."""
+    """What the steps of a measurement compute; in a "mixed" step a prompt arrives and a request finishes."""
 
     sequences: int
     context: int  # tokens of each prompt

@@ -27,7 +27,7 @@ class HostTimes:
 
 
 def num_filling_steps(case: HostCase) -> int:
-    """At most so many steps until every sequence decodes."""
+    """Upper bound of the steps until every sequence decodes."""
     return case.sequences if case.kind == "mixed" else case.sequences * (case.context + 1) // MAX_BATCHED_TOKENS + 2
 
 

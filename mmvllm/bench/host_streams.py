@@ -71,7 +71,7 @@ class _Timers:
         self.stats, self.delivering, self.detokenizing = stats, [], [0.0]
 
     def parts(self) -> dict[str, float]:
-        """Of the steps in which all sequences decoded."""
+        """Times of the steps in which all sequences decoded."""
         most = max(step.num_decode_tokens for step in self.stats)
         numbers = [i for i, step in enumerate(self.stats) if step.num_decode_tokens == most]
         detokenise = median(self.detokenizing[i] for i in numbers)

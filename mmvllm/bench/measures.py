@@ -93,7 +93,7 @@ def medians(results: list[Any]) -> Any:
 
 
 def ratios(results: dict[str, dict], other: str) -> dict[str, float | None]:
-    """Rates of mmvllm divided by those of the engine `other`; None if the latter is zero."""
+    """Rates of mmvllm divided by the rates of the engine `other`; None if the latter is zero."""
     names = [f"{name}_per_second" for name in RATES]
     ours, theirs = results["mmvllm"], results[other]
     return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}

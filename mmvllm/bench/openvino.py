@@ -25,7 +25,7 @@ COMPARED = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size
 
 
 class OpenVino:
-    """A converted model in a process of its own, with the same `run` as `Mmvllm`; the stack ends the process."""
+    """A converted model in a separate process, with the same `run` as `Mmvllm`; the stack ends the process."""
 
     def __init__(
         self, folder: Path, python: str | None, config: ModelConfig, tokenizer, batch_size: int, stack: ExitStack
@@ -41,7 +41,7 @@ class OpenVino:
         self.version = self._ask(settings)["version"]
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """As `Mmvllm.run`; a request's arrival is the start of all."""
+        """See `Mmvllm.run`; all requests arrive at the start."""
         asked = [_asked(request) for request in requests]
         made = self._ask({"requests": asked, "output_tokens": output_tokens})
         start, answers = made["start"], zip(requests, made["answers"], strict=True)
@@ -78,7 +78,7 @@ class OpenVino:
         )
 
     def _image_tokens(self, request: dict, num_prompt_tokens: int) -> int:
-        """Of the prompt's tokens; the chat template has one placeholder for all of an image's."""
+        """Image tokens of the prompt; the chat template has one placeholder per image."""
         messages = request["messages"]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         others = len(self.tokenizer(text)["input_ids"]) - (_asked(request)["image"] is not None)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching in a process of its own, which `mmvllm.bench.openvino` starts.
+"""OpenVINO GenAI's continuous batching in a separate process, which `mmvllm.bench.openvino` starts.
 
 Reads requests and writes measurements, one JSON object per line. The interpreter may be that of an environment without
 mmvllm, so only the standard library, openvino_genai, its dependencies and Pillow are imported, the latter in functions.
@@ -33,7 +33,7 @@ class OpenVinoGenai:
         self.num_requests = 0
 
     def run(self, requests: list[dict], output_tokens: int) -> dict[str, Any]:
-        """Submit all `requests`, texts with an image file in base64 or None; times are those of time.time()."""
+        """Submit all `requests`, texts with an image file in base64 or None; times are from time.time()."""
         start = time.time()
         handles = [self._add(request, output_tokens) for request in requests]
         tokens, times, decode_seconds = [[] for _ in handles], [[] for _ in handles], []
@@ -79,7 +79,7 @@ def _prompt_length(handle: Any) -> int:
 
 
 def _peak_memory() -> int | None:
-    """Of this process; None if the system does not report it."""
+    """Peak memory of this process in bytes; None if the system does not report it."""
     try:
         from resource import RUSAGE_SELF, getrusage
     except ImportError:  # Windows

@@ -36,7 +36,7 @@ class Transformers:
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """As `Mmvllm.run`; a request's arrival is the start of its batch."""
+        """See `Mmvllm.run`; a request arrives when its batch starts."""
         reset_peak_memory(self.device)
         start_counter, start, outputs = now(self.device), time.time(), []
         for first in range(0, len(requests), self.batch_size):

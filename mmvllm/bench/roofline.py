@@ -146,7 +146,7 @@ class Roofline:
         }
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Read by a decode step of so many tokens, each of which chooses experts of its own."""
+        """Weight bytes that a decode step of `num_tokens` tokens reads; tokens choose experts independently."""
         unused = (1 - self.costs.active_share) ** num_tokens
         return self.stored.decoder + self.stored.head - unused * self.stored.experts
 

@@ -104,7 +104,7 @@ def _resolved(schema: Any) -> dict:
 
 
 def _kind(part: Any) -> Any:
-    """What a column has: a type, or `TEXTS`; str, with JSON, for whatever has no type of its own."""
+    """What a column has: a type, or `TEXTS`; str, holding JSON, for other types."""
     alternatives = part.get("anyOf") or part.get("oneOf") if isinstance(part, dict) else None
     if isinstance(alternatives, list) and alternatives:  # as pydantic writes what may be None
         kinds = [_kind(one) for one in alternatives if one != {"type": "null"}]

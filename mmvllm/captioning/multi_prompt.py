@@ -63,7 +63,7 @@ def captions_of(
     finished: Callable[[str], str],
     are_objects: bool = False,
 ) -> list[dict[str, Any]]:
-    """The field `captions` of a record: one after the other, those of the first prompt first.
+    """The field `captions` of a record, in the order of the prompts.
 
     A prompt that failed has one entry, with `error`. `finished` makes the caption from the model's text. Of captions
     that are objects, an entry has the parsed `object`.
@@ -93,7 +93,7 @@ def _entries(prompt: NamedPrompt, output: RequestOutput, finished: Callable[[str
 
 
 def first_error(prompts: Sequence[NamedPrompt], outputs: Sequence[RequestOutput]) -> tuple[str, RequestOutput] | None:
-    """Of the first prompt that failed: which one it is, for the record's error, and its output; None without one."""
+    """The first prompt that failed, as the record's error names it, and its output; None if none failed."""
     failed = next(((i, output) for i, output in enumerate(outputs) if output.error is not None), None)
     if failed is None:
         return None
@@ -145,5 +145,5 @@ def with_caption_columns(record: dict) -> dict:
 
 
 def _column(name: str | None, i: int, n: int) -> str:
-    """Of the i-th of n captions, from 1 on, with the prompt of this name."""
+    """Column name of the i-th of n captions, counted from 1, of the prompt with this name."""
     return "_".join(("caption", *filter(None, (name, str(i) if n > 1 else None))))

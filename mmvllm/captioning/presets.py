@@ -22,7 +22,7 @@ PRESETS = {
 
 
 def _object_of(texts: dict[str, int], lists: dict[str, int]) -> dict[str, Any]:
-    """The schema of an object with texts of at most so many characters, and lists of at most so many short texts."""
+    """The schema of an object of texts (name -> maximum characters) and lists of short texts (name -> maximum)."""
     short = {"type": "string", "minLength": 1, "maxLength": 40}
     properties = {name: {"type": "string", "maxLength": length} for name, length in texts.items()}
     properties |= {name: {"type": "array", "items": short, "maxItems": number} for name, number in lists.items()}

@@ -87,9 +87,9 @@ def caption_images(
             and decoded; one that takes longer fails.
         ordered: give and write the records of this run in the order in which their images are found, rather than as
             their captions are finished.
-        data_parallel_size: engines made from `model` and `engine_args` on this machine, each in a process of its own
+        data_parallel_size: engines made from `model` and `engine_args` on this machine, each in a separate process
             with `tensor_parallel_size` CUDA devices or a part of the CPU's threads; "auto" is as many as there are CUDA
-            devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits are those of each.
+            devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits apply to each engine.
         ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
         endpoint: the URL of a server with OpenAI's API that writes the captions, or `EndpointOptions`; no model is
             loaded here then.

@@ -103,8 +103,8 @@ class CaptionSettings:
     Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
     nevertheless their outputs are resumed by runs that do.
 
-    Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that stands
-    for what was done before it, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
+    Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that
+    means the earlier behaviour, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
     convert older files there.
     """
 
@@ -212,7 +212,7 @@ class CaptionSettings:
         return self.temperature == 0 or self.seed is not None
 
     def difference(self, other: dict[str, Any], folders: Sequence[str] = ()) -> list[str]:
-        """The fields that differ from those of earlier runs, as text; fields that are not named there have defaults.
+        """The fields that differ from earlier runs, as text; fields that are not named there have defaults.
 
         `folders` are the working directories of these runs, which a relative output folder may refer to.
         """
@@ -229,7 +229,7 @@ class CaptionSettings:
 
     @property
     def video_prompt(self) -> str:
-        """The job's prompt for videos: those of presets, and the default, speak of a video instead of an image."""
+        """The job's prompt for videos: presets, and the default, speak of a video instead of an image."""
         return _VIDEO_PROMPTS.get(self.prompt, self.prompt)
 
     @property
@@ -252,7 +252,7 @@ class CaptionSettings:
         return self._prompt(item, item.beside if item.context is None else item.context)
 
     def prompts_for(self, item: Item) -> list[NamedPrompt]:
-        """All prompts of an item: its own alone, unless it is the job's first one, or else those of the job."""
+        """All prompts of an item: its own alone, unless it is the job's first one, or else the job's."""
         first = NamedPrompt(self.prompt_names[0], self.prompt_for(item))
         if self.prompts is None or item.prompt not in (None, "", self._own_prompt(item)):
             return [NamedPrompt(None, first.text) if item.prompt else first]

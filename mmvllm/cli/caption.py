@@ -53,7 +53,7 @@ PASSED_ON = (
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
     *("image_timeout", "video_timeout", "ordered", "data_parallel_size"),
 )
-# Those of the output alone.
+# Options of the output alone.
 OUTPUT_OPTIONS = (
     *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
@@ -273,7 +273,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default=1,
         metavar="N",
         help="engines on this machine, each in a process with --tensor-parallel-size CUDA devices or its part of the "
-        "CPU's threads, and with all limits of its own, such as --cpu-kvcache-bytes; auto: as many as there are CUDA "
+        "CPU's threads, and each with its own limits, such as --cpu-kvcache-bytes; auto: as many as there are CUDA "
         "devices for (default: %(default)s)",
     )
     group.add_argument(
@@ -384,7 +384,7 @@ def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
     from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
 
     if args.executor == "ray":
-        raise ValueError("--executor ray makes engines of its own; leave it out with --endpoint")
+        raise ValueError("--executor ray makes engines itself; leave it out with --endpoint")
     size = None if args.data_parallel_size == 1 else args.data_parallel_size
     check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
     check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels, "jpeg_draft": args.jpeg_draft})
@@ -444,7 +444,7 @@ def _schema(args: argparse.Namespace) -> str | None:
         own = PRESET_SCHEMAS.get(args.preset)
         return None if own is None else json.dumps(own)
     if args.preset in PRESET_SCHEMAS:
-        raise ValueError(f"--preset {args.preset} has a schema of its own; give --schema with a --prompt")
+        raise ValueError(f"--preset {args.preset} has its own schema; give --schema with a --prompt")
     try:
         return args.schema.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -35,8 +35,8 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
     rows = {label: text for label, text in rows.items() if label == "captioned" or text[0] != "0"}
     if p.reasons:
         rows["reasons"] = "\n".join(f"{number:,} {name}" for name, number in p.reasons.shown(MAX_NAMES_IN_ROW))
-    if p.passed_over:
-        rows["passed over"] = ", ".join(f"{number:,} {name}" for name, number in p.passed_over.shown(MAX_NAMES_IN_ROW))
+    if p.ignored:
+        rows["ignored"] = ", ".join(f"{number:,} {name}" for name, number in p.ignored.shown(MAX_NAMES_IN_ROW))
     rows["time"] = f"{p.seconds:.1f} s"
     rows["speed"] = f"{p.images_per_second:.2f} {p.unit}/s"
     rows["tokens"] = f"{p.num_tokens:,} written by the model"

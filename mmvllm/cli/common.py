@@ -64,7 +64,7 @@ def add_release_argument(group: argparse._ArgumentGroup) -> None:
         "--release-after",
         type=seconds,
         metavar="S",
-        help="free the memory of weights and caches after so many seconds without a request; the next one waits until "
+        help="free the memory of weights and caches after S seconds without a request; the next one waits until "
         "the model is loaded again (default: never)",
     )
 
@@ -75,8 +75,8 @@ def add_data_parallel_argument(parser: argparse.ArgumentParser) -> None:
         type=at_least_one,
         default=1,
         metavar="N",
-        help="number of engines that share the requests, each in a process of its own, with the engine options and, on "
-        "CUDA, with --tensor-parallel-size devices of its own (default: %(default)s)",
+        help="number of engines that share the requests, each in a separate process, with the engine options and, on "
+        "CUDA, with its own --tensor-parallel-size devices (default: %(default)s)",
     )
 
 
@@ -87,8 +87,8 @@ def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> 
         choices=("auto", "none"),
         type=lambda name: "none" if name == "vllm" else name,  # as vLLM calls it
         default="auto",
-        help="default sampling parameters: auto takes those of the checkpoint's generation_config.json, where it has "
-        f"them; none is {otherwise} (default: %(default)s)",
+        help="default sampling parameters: auto takes them from the checkpoint's generation_config.json, where it has "
+        f"any; none is {otherwise} (default: %(default)s)",
     )
     add_template_argument(group)
 

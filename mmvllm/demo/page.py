@@ -127,7 +127,7 @@ class Page(gr.Blocks):
         return self._unread.being_sent(session_id, num_bytes)
 
     def launch(self, **options: Any) -> Any:
-        """As gradio's, whose default would be 40 events at a time."""
+        """Launch as gradio does, whose default would be 40 events at a time."""
         return super().launch(**{"max_threads": self.max_threads, **options})
 
     def num_unread(self, session_id: str) -> int:
@@ -219,7 +219,7 @@ def _named_files(value: Any) -> Iterator[str]:
 
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecoder | None" = None) -> Page:
-    """Build the page; launch or mount it with `**launch_options(page)`. By default it has a decoder of its own."""
+    """Build the page; launch or mount it with `**launch_options(page)`. By default it makes its own decoder."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads), decoder)
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
@@ -351,7 +351,7 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
 
 
 def _controls(engine: "AsyncLLM", params: SamplingParams) -> list[gr.components.Component]:
-    """The controls, in the order of the fields of `Options`, with those of sampling at the values of `params`."""
+    """The controls, in the order of the fields of `Options`, with sampling controls set from `params`."""
     config = engine.image_config
     token = config.factor**2
     largest = min(config.max_pixels, engine.max_model_len * token) // token * token

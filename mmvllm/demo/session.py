@@ -167,7 +167,7 @@ class Sessions:
     async def end(self, session_id: str) -> None:
         """Abort the request of a visitor who has left, and remove the files soon, unless the tab is reloaded.
 
-        The reloaded tab is a session of its own, which claims the files that its browser names.
+        The reloaded tab is a new session, which claims the files that its browser names.
         """
         if (session := self._sessions.get(session_id)) is not None:
             await self.stop(session)

@@ -39,5 +39,5 @@ class DemoSettings:
 
     @property
     def max_upload_bytes(self) -> int:
-        """Of the images and videos of a question."""
+        """Limit of the images and videos of a question together."""
         return self.max_images * self.policy.max_bytes + self.max_videos * self.policy.max_video_bytes

@@ -69,7 +69,7 @@ def _data_uri(frame: np.ndarray) -> str:
 
 
 class ClipOptions(NamedTuple):
-    """The values of the page's controls that decide what is taken of a video; the pixels are those of a frame."""
+    """The values of the page's controls that decide what is taken of a video; the pixels are per frame."""
 
     fps: float = DEFAULT_FPS
     min_pixels: int | None = None
@@ -138,9 +138,9 @@ def why_no_videos(engine: "AsyncLLM") -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class UploadedVideo:
-    """A video file, what its header says, and a few small frames of those that were last asked for.
+    """A video file, the facts of its header, and a strip of small frames.
 
-    `indices` are those of the frames of the strip.
+    `indices` are the frames of the strip, chosen from the frames that were last asked for.
     """
 
     path: Path
@@ -155,7 +155,7 @@ class UploadedVideo:
         return cls(path, clip.info, clip.indices, strip_of(clip))
 
     def check_pixels(self, num_frames: int, policy: MediaPolicy) -> None:
-        """Raise UploadError if so many of the video's frames may not be decoded."""
+        """Raise UploadError if `num_frames` frames of the video exceed the policy's limits."""
         try:
             policy.video_limits.check_frames(self.path.name, self.info, num_frames)
         except VideoError as error:

@@ -1,4 +1,4 @@
-"""Finds the boxes and points in a completion, as the model's family writes them; what is malformed is passed over."""
+"""Finds the boxes and points in a completion, in the notation of the model's family; malformed ones are ignored."""
 
 import json
 import math

@@ -173,7 +173,7 @@ class EngineThread:
         return replace(self._engine.stats(num_preparing), num_released=int(self._held.is_released))
 
     def engine_stats(self) -> list[EngineStats]:
-        """Those of each engine; requests that are being prepared belong to none."""
+        """Statistics of each engine, without requests that are being prepared."""
         return [self.stats(0)]
 
     def health(self) -> EngineHealth:

@@ -26,6 +26,6 @@ class EngineHealth:
 
 
 def health_of(engines: tuple[EngineHealth, ...]) -> EngineHealth:
-    """That of all of them together."""
+    """Combine the health of several engines: the best status counts."""
     best = min(engines, key=lambda engine: ("ok", "failing", "starting").index(engine.status))
     return EngineHealth(best.status, best.reason, engines)

@@ -63,7 +63,7 @@ class InputProcessor:
     def engine_input(
         self, prompt: Prompt, pixel_values: Any = None, image_grid_thw: Any = None, **tensors: Any
     ) -> EngineInput:
-        """The input of a prompt; the tensors are those of `processors.tensors.input_from_tensors`."""
+        """Build the input of a prompt; `processors.tensors.input_from_tensors` describes the tensors."""
         tensors |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
         if isinstance(prompt, EngineInput):
             if given := [name for name, value in tensors.items() if value is not None]:
@@ -187,7 +187,7 @@ class InputProcessor:
         return PromptLogprobs(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Of prompt and completion. The checkpoint's own limit applies as its end-of-sequence token does."""
+        """Tokens of prompt and completion. The checkpoint's own limit applies unless `ignore_eos` is set."""
         if pooling is not None:
             return len(prompt.token_ids)
         limit = self._config.max_new_tokens

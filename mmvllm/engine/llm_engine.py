@@ -213,7 +213,7 @@ class LLMEngine:
             image_digests: bytes that identify each image in the caches; computed where not given.
             pixel_values_videos, video_grid_thw: the same for videos.
             second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
-            options: those of `add`.
+            options: see `add`.
         """
         prepared = self.input_processor.engine_input(
             prompt,

@@ -102,7 +102,7 @@ class OutputProcessor:
         return self._tokenizer.decode(token_ids[:-1] if has_ended else token_ids, skip_special_tokens=False)
 
     def decoded(self, logprobs: list[LogprobsById | None]) -> list[LogprobsById | None]:
-        """The same, with the texts of tokens; a part of a character is replaced by U+FFFD."""
+        """Add the texts of tokens; a partial character becomes U+FFFD."""
         for found in filter(None, logprobs):
             for token_id, logprob in found.items():
                 if logprob.decoded_token is None:

@@ -22,7 +22,7 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  #
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step; `seconds` has those of its parts that took place, if the executor has a `clock`.
+    """Statistics of one step; `seconds` has the time of each phase that ran, if the executor has a `clock`.
 
     These are "schedule", "pack", "send" (to other ranks), "vision", "copy", "decoder", "sample", "append" and "commit".
     "commit" is left out where the next step was launched before it: it takes none of the device's time there.
@@ -90,7 +90,7 @@ class EngineStats:
     step_sizes: StepSizes = StepSizes()
 
     def __add__(self, other: "EngineStats") -> "EngineStats":
-        """Those of two engines, or of two processes of one engine, together."""
+        """Add the statistics of two engines, or of two processes of one engine."""
         return EngineStats(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def totals(self) -> "EngineStats":

@@ -91,5 +91,5 @@ def _expressions(backend: Tokenizer) -> Iterator[str]:
 
 
 def eos_token_ids_of(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end a completion: those of the model's configs, and the tokenizer's own."""
+    """The ids that end a completion, from the model's configs and the tokenizer."""
     return config.eos_token_ids | {tokenizer.eos_token_id} - {None}

@@ -2,7 +2,7 @@
 
     generate() ── admitted, or EngineBusy ── prepared in a pool ── engine thread ── deltas ── the caller's event loop
 
-An engine belongs to a thread of its own, and each of several to a process of its own. A request has a `_Stream` from
+A single engine runs in a thread, and each of several engines in a process. A request has a `_Stream` from
 its admission until it ends, in whatever way: its last delta, an error, an abort, the deadline, or a caller that cancels
 it. `_end` is the only place that ends one.
 """
@@ -140,7 +140,7 @@ class AsyncLLM:
         model, processor, video_backend, mm_processor_kwargs, engine_args: as for `LLM`.
         otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
         max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
-        data_parallel_size: number of engines, each in a process of its own and with the `engine_args`; each has
+        data_parallel_size: number of engines, each in a separate process and with the `engine_args`; each has
             `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
             to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
             its requests that have no token yet are computed by another, others end with `RequestFailed`.
@@ -223,7 +223,7 @@ class AsyncLLM:
         return cls(**asdict(args))
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """As for `LLM`: the checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
+        """The checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
         return SamplingParams(**with_defaults(changes, self.sampling_defaults))
 
     async def generate(
@@ -315,7 +315,7 @@ class AsyncLLM:
         load: Load | None = None,
     ) -> list[int]:
         """The token ids that the engine would be given for a request: with its template applied and the placeholders
-        of images and videos expanded. Arguments and errors are those of `generate`; no token is generated.
+        of images and videos expanded. Arguments and errors are as for `generate`; no token is generated.
         """
         stream = self._admit(None, 1)
 
@@ -342,7 +342,7 @@ class AsyncLLM:
     ) -> EmbeddingOutput:
         """The vector of one request, as `LLM.embed` makes it; cancelling the task aborts the request.
 
-        The other arguments are those of `generate`, as are the errors; an aborted request raises `RequestsAborted`.
+        The other arguments and the errors are as for `generate`; an aborted request raises `RequestsAborted`.
         """
         params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         deltas = self.generate(request, None, request_id, timeout=timeout, load=load, pooling=params)

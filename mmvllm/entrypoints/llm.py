@@ -136,7 +136,7 @@ class LLM:
         return self.engine.default_sampling_params(**changes)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The same, by the name of vLLM's method."""
+        """`default_sampling_params` under vLLM's name."""
         return self.default_sampling_params()
 
     def generate(
@@ -325,7 +325,7 @@ class LLM:
         Args:
             requests: one or several: strings and token ids without a chat template, or dicts as for
                 `generate_multimodal`, of text, images and videos.
-            pooling, normalize, dimensions: those of `PoolingParams`. With "last" the prefix cache is used; with "mean"
+            pooling, normalize, dimensions: see `PoolingParams`. With "last" the prefix cache is used; with "mean"
                 all tokens are computed.
             on_error: as for `generate_multimodal`.
         """
@@ -372,7 +372,7 @@ class LLM:
         return [scored[index] for index in range(len(requests))]
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
-        """Queue a request in any form; return its id. `options` are those of `LLMEngine.add_request`."""
+        """Queue a request in any form; return its id. see `LLMEngine.add_request` for `options`."""
         self.engine.process.check()
         check_lengths(sampling_params, 1)
         if isinstance(prompt, dict):

@@ -46,7 +46,7 @@ class RequestBatch:
         self._deltas: dict[int, DeltaStream] = {}
 
     def add(self, index: Hashable, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
-        """Give a request to the engine; `options` are those of `LLMEngine.add`."""
+        """Give a request to the engine; see `LLMEngine.add` for `options`."""
         if self._streams and params.chooses_at_end:
             raise RequestError(f"stream is True, {CHOSEN_AT_END}", param="stream", value=True)
         with self._lock:
@@ -64,7 +64,7 @@ class RequestBatch:
             return self._take_events()
 
     def refusal(self, output: RequestOutput) -> StreamEvent:
-        """What stands for a request that the engine refused."""
+        """The event of a request that the engine refused."""
         if not self._streams:
             return output
         return Delta(output.request_id, 0, "", [], finish_reason="error", output=output)

@@ -2,8 +2,8 @@
 
     request ── RequestPreparer.prepare, in a worker ── EngineInput ── admission window ── engine
 
-Preparation runs ahead of the engine and is bounded: at most so many requests, and no new one is begun while the media
-of requests that wait for the engine take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
+Preparation runs ahead of the engine and is bounded: the number of requests has a limit, and no new one is begun while
+the media of waiting requests take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
 requests one by one (`PreparationQueue`). Workers are threads: Pillow, numpy and torch release the interpreter lock in
 their loops, so preparation runs beside the model. A thread may wait for a process that does its work (`WorkerPool`).
 """
@@ -108,7 +108,7 @@ class RequestPreparer:
         return self.preparing(processor)(as_request(request), load)
 
     def preparing(self, prepare: Prepare) -> Prepare:
-        """The function, which then also reads the request's adapter, and is `timed` and `pinning`."""
+        """Wrap `prepare` so that it loads the request's adapter, pins patches, and records its times."""
         pinned = pinning(prepare, self._device)
 
         def prepared(request: dict, *rest: Any) -> EngineInput:
@@ -135,12 +135,12 @@ def check_processor_kwargs(given: Any) -> None:
 
 
 def pinning(prepare: Prepare, device: torch.device) -> Prepare:
-    """The function, which for a GPU also moves patches to pinned memory: then a step copies them without waiting."""
+    """Wrap `prepare` so that it moves patches to pinned memory if the device is a GPU, for asynchronous copies."""
     return prepare if device.type != "cuda" else lambda *args: in_pinned_memory(prepare(*args))
 
 
 def timed(prepare: Prepare) -> Prepare:
-    """The function, which also says when it began and ended."""
+    """Wrap `prepare` so that it records its start and end times."""
 
     def prepare_timed(*args: Any) -> EngineInput:
         start = time.time()
@@ -150,7 +150,7 @@ def timed(prepare: Prepare) -> Prepare:
 
 
 def as_request(request: Request) -> Any:
-    """The dict that stands for a raw prompt; anything else as it is."""
+    """Wrap a raw prompt in a dict; anything else is returned as it is."""
     if isinstance(request, str):
         return {"text": request}
     if isinstance(request, list | tuple) or hasattr(request, "shape"):
@@ -159,7 +159,7 @@ def as_request(request: Request) -> Any:
 
 
 def with_own_token_ids(request: Request) -> Request:
-    """The request with token ids of its own: the caller may reuse its array before a worker prepares the request."""
+    """Copy the request's token ids: the caller may reuse its array before a worker prepares the request."""
     if isinstance(request, dict):
         ids = request.get("prompt_token_ids")
         return request if ids is None else {**request, "prompt_token_ids": own_token_ids(ids)}
@@ -201,7 +201,7 @@ def check_lengths(sampling_params: Params, num_requests: int) -> None:
 
 
 def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
-    """A request's own parameters, else those of the call: one for all, or a list with one per request."""
+    """The request's own parameters, or else the call's: one for all, or a list with one per request."""
     params = own
     if own is None:
         params = sampling_params

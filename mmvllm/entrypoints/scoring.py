@@ -20,7 +20,7 @@ class ScoringRun:
     """The requests of one call. The first continuation of each computes the prompt; then the others begin.
 
     Args:
-        continuations: token ids of those of each request.
+        continuations: token ids of each continuation of each request.
         has_room: whether the engine should take another request.
     """
 

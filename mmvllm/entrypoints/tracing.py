@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span for each request, with children for its stages, sent with OTLP over HTTP.
 
-Names of spans and attributes are vLLM's (vllm/tracing) and those of OpenTelemetry's conventions for generative AI.
+Names of spans and attributes follow vLLM (vllm/tracing) and OpenTelemetry's conventions for generative AI.
 Spans are made when a request ends, from the times in its output: nothing is done for a token or a step. A collector
 that does not answer, or any other failure of tracing, is told once and changes nothing for requests.
 """
@@ -50,7 +50,7 @@ def trace_headers_of(headers: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that spans are sent to: of a collector, or with a path of its own; raises ArgumentError.
+    """The URL that spans are sent to, from a collector's URL or one with a path; raises ArgumentError.
 
     It raises one, too, if OpenTelemetry is not installed.
     """
@@ -150,7 +150,7 @@ class RequestTracer:
     ) -> None:
         """Make the spans of a request that has ended, with an error of this class if there was one.
 
-        The name of the adapter that it used stands for the model's.
+        If it used an adapter, the adapter's name is recorded as the model's.
         """
         try:
             model = adapter or self._model

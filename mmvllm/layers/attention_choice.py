@@ -61,7 +61,7 @@ def choose_attention(
 def choose_vision_attention(
     name: str, decoder: str, head_dim: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Backend, str]:
-    """As `choose_attention`, for the ViT; "auto" prefers the backend that the user named for the decoder, or "auto"."""
+    """Choose the ViT's backend as `choose_attention` does; "auto" prefers the backend named for the decoder."""
     why_not = partial(_why_not_packed, head_dim=head_dim, device=device, dtype=dtype)
     if name == "auto" != decoder:
         try:

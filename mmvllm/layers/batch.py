@@ -16,7 +16,7 @@ class AdapterRows:
     """Which rows of a layer's input go through which LoRA adapter; rows without one are not named."""
 
     rows: Tensor  # (L,) int64, sorted by the slots of their adapters
-    ends: Tensor  # (slots,) int32, where those of each slot end
+    ends: Tensor  # (slots,) int32, where the rows of each slot end
     slots: frozenset[int]  # that have rows, on the host
 
     @classmethod
@@ -27,7 +27,7 @@ class AdapterRows:
         return cls(torch.arange(num_rows, device=device), ends, frozenset((slot,)))
 
     def among(self, start: int, end: int) -> "AdapterRows":
-        """Of the rows [start, end) alone, counted from `start`."""
+        """Select rows [start, end), and count them from `start`."""
         is_among = (start <= self.rows) & (self.rows < end)
         counts = torch.cat([is_among.new_zeros(1), is_among]).cumsum(0, dtype=torch.int32)
         return AdapterRows(self.rows[is_among] - start, counts[self.ends.long()], self.slots)

@@ -48,9 +48,9 @@ class LinearMethodModule(AssembledModule):
 class Linear(nn.Linear, LinearMethodModule):
     """x (N, in) -> x Wᵀ + b.
 
-    A size that is a shard is that of the rank: with a part of the inputs, which allows no bias, the result is to be
-    added to those of the other ranks. With a weight of 8-bit floats, inputs are rounded to 8 bits as well, unless they
-    are already. Scales of 8 bits are those of the rank's part of a row.
+    A size may be a `Shard`, the part of this rank. If the inputs are sharded, which allows no bias, the caller sums the
+    results of all ranks. With an 8-bit float weight, inputs are quantized too, unless they are quantized already. An
+    8-bit scale is computed from the rank's part of a row.
     """
 
     method: LinearMethod | None = None
@@ -88,7 +88,7 @@ class Linear(nn.Linear, LinearMethodModule):
         yield from self._views(self.rows)
 
     def _views(self, rows: Shard, start: int = 0, part: int | None = None) -> Iterator[CheckpointView]:
-        """Of tensors whose `rows` follow each other from row `start` on."""
+        """Views of the tensors whose rows begin at row `start` of the parameter."""
         at = slice(start, start + rows.length)
         columns = slice(self.columns.length)
         if self.quantized is not None:

@@ -16,7 +16,7 @@ Matrices = tuple[Tensor, Tensor]  # a (r, in) and b (out, r) of a whole weight, 
 
 
 class AdapterStack:
-    """Matrices of every slot, those of smaller ranks filled up with zeros.
+    """LoRA matrices of every slot, padded with zeros to the largest rank.
 
     Args:
         widths: outputs of each part of the layer.
@@ -59,5 +59,5 @@ class AdapterStack:
             self.compute(y, x, rows)
 
     def compute(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """As `add`, also for slots that are empty here."""
+        """`add`, without skipping slots that are empty here."""
         lora_add(y, x.contiguous(), self.a, self.b, rows.rows, rows.ends, self._widths)

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_fp8(self, x: Tensor, residual: Tensor | None) -> tuple[Fp8Rows, Tensor]:
-        """As `add`, with the normalised sum in 8 bits."""
+        """`add`, with the normalised sum quantized to 8 bits."""
         if residual is None:
             return quantize_rows(self(x)), x
         return add_rms_norm_fp8(x, residual, self.weight, self.eps)
@@ -39,7 +39,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(size, eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `RMSNorm.add`."""
+        """See `RMSNorm.add`."""
         if residual is None:
             return self(x), x
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)

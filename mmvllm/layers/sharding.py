@@ -30,7 +30,7 @@ class Shard:
         return cls(start, min(width, whole - start), whole)
 
     def times(self, number: int) -> "Shard":
-        """The same part of a dimension in which each value is a run of `number` values: heads, and their values."""
+        """Scale the shard to a dimension with `number` values per unit: from heads to their values."""
         return Shard(self.start * number, self.length * number, self.whole * number)
 
     @property
@@ -59,10 +59,10 @@ class CheckpointView(NamedTuple):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the whole tensor."""
         return tuple(shard.whole for shard in self.region)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of the region in the tensor."""
+        """Index of the region in the tensor."""
         return tuple(shard.slice for shard in self.region)

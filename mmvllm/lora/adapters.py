@@ -40,7 +40,7 @@ class Adapter:
     adapts_vision: bool
 
     def item_digest(self, digest: bytes) -> bytes:
-        """What stands for an item's rows in the caches."""
+        """Cache key of an item that is encoded with this adapter."""
         return digest_of(self.digest, digest) if self.adapts_vision else digest
 
 

@@ -54,7 +54,7 @@ class MediaError(ValueError):
         return self.spelled({})
 
     def spelled(self, names: Mapping[str, str]) -> str:
-        """The message with the policy's fields under other names, such as those of a command's options."""
+        """The message with the policy's fields under other names, such as a command's options."""
         return self.reason + (f" (see {names.get(self.field, self.field)})" if self.field else "")
 
     def after(self, text: str) -> "MediaError":

@@ -18,7 +18,7 @@ SAMPLING_NAMES = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
-# Those of the Qwen-VL tokenizers, for configs that leave them out.
+# The ids of the Qwen-VL tokenizers, for configs that leave them out.
 SPECIAL_TOKEN_IDS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -143,7 +143,7 @@ def _max_new_tokens(generation: dict) -> int | None:
 
 
 def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
-    """As in transformers, `do_sample` false is greedy whatever the temperature; true without a temperature means 1."""
+    """Sampling defaults as in transformers: `do_sample` false is greedy; true without a temperature means 1."""
     do_sample = generation.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise ValueError(f"generation_config.json's do_sample is {do_sample!r}, must be true or false")

@@ -31,16 +31,16 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 class Model(nn.Module, ABC):
     """Weights and the forward pass; it keeps nothing of a request.
 
-    Of several ranks, each has a part of the weights, and calls `forward` with the same batch. `config` has the numbers
-    of heads that this rank has, the rest is that of the whole model. `tied` names parameters that it does not have of
-    its own, and the one whose values each of them must have.
+    Of several ranks, each has a part of the weights, and calls `forward` with the same batch. `config` has the head
+    counts of this rank, and is otherwise that of the whole model. `tied` maps each parameter that the model does not
+    store to the parameter that it is tied to.
     """
 
     config: ModelConfig
     tied: Mapping[str, str]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of items packed in one call -> rows (M, mm_embed_size), packed alike."""
+        """Normalised patches (P, patch_dim) of packed items -> embeddings (M, mm_embed_size), packed alike."""
         return self.encode_patches(patches, self.layout(grids).to(patches.device))
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Model(nn.Module, ABC):
     def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         """`encode` with a layout on the patches' device; it can be captured in a CUDA graph.
 
-        There, patches beyond those of the layout's items follow, in segments of their own, and are ignored.
+        There, patches after the layout's items are padding in separate segments, and are ignored.
         """
 
     def forward(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
@@ -71,7 +71,7 @@ class Model(nn.Module, ABC):
         """Hidden states (R, C) -> logits (R, V), in the model's dtype; of any width on ranks other than 0."""
 
     def operations(self, num_tokens: int, num_logits: Sequence[int]) -> list[Operation]:
-        """What ranks exchange for N tokens in `hidden_states`, then for so many rows in each call of `logits`."""
+        """The collectives of `hidden_states` for N tokens, then of each call of `logits` with `num_logits[i]` rows."""
 
     @abstractmethod
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
@@ -120,6 +120,6 @@ class ModelFamily(ABC):
     ) -> Model:
         """What the rank has of the model, on the current default device; `config` is that of the whole model.
 
-        Its ViT uses `attention` too if it has no backend of its own. Raises ValueError for a number of ranks that the
+        Its ViT uses `attention` unless `vision_attention` is given. Raises ValueError for a number of ranks that the
         model cannot be split over.
         """

@@ -38,7 +38,7 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def query_heads(config: ModelConfig, ranks: Ranks) -> Shard:
-    """Those of this rank."""
+    """The query heads of this rank."""
     return Shard.cut(config.num_attention_heads, ranks)
 
 

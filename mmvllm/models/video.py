@@ -12,7 +12,7 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 @dataclass(frozen=True, slots=True)
 class QwenVideoProcessorConfig(VideoProcessorConfig):
-    """Settings with the rules of transformers' Qwen2VLVideoProcessor: bounds of pixels are those of one frame."""
+    """Settings with the rules of transformers' Qwen2VLVideoProcessor: pixel bounds apply to each frame."""
 
     def sampled(self, info: VideoInfo, fps: float | None, num_frames: int | None) -> list[int]:
         # The reference raises where there are fewer frames than asked for; here those that there are are taken.
@@ -30,7 +30,7 @@ class QwenVideoProcessorConfig(VideoProcessorConfig):
         return smart_resize(height, width, self.factor, low, high, noun=FRAME)
 
 
-# Those of transformers' Qwen2VLVideoProcessor, for checkpoints that leave them out.
+# Defaults of transformers' Qwen2VLVideoProcessor, for checkpoints that leave them out.
 VIDEO_DEFAULTS = QwenVideoProcessorConfig(
     min_pixels=128 * 28 * 28,
     max_pixels=768 * 28 * 28,

@@ -43,7 +43,7 @@ class PatchLayout:
     slot: tuple[int, int] | None = None
 
     def adapters(self, x: Tensor, merged: int = 1) -> AdapterRows | None:
-        """Those of the layers that take x (P, ...), or its rows merged by so many."""
+        """The adapter rows of layers that take x (P, ...), or its rows in groups of `merged`."""
         return self.slot and AdapterRows.alone(*self.slot, len(x) // merged, x.device)
 
     def to(self, device: torch.device) -> "PatchLayout":

@@ -28,7 +28,7 @@ from mmvllm.processes.ranks import SINGLE, Operation, Ranks
 from mmvllm.processors.images.processor import ImageProcessorConfig
 from mmvllm.processors.videos.processor import VideoProcessorConfig
 
-# Those of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
+# Defaults of transformers' Qwen2VLImageProcessor, which serves all these families, for checkpoints that leave them out.
 IMAGE_DEFAULTS = ImageProcessorConfig(
     min_pixels=56 * 56,
     max_pixels=28 * 28 * 1280,
@@ -63,8 +63,8 @@ class VisionLanguageModel(Model):
 
     Args:
         config: of the whole model.
-        make_vit: VisionConfig -> the ViT: patches (P, patch_dim), a layout that it makes -> rows (M, mm_embed_size).
-        published: parts of our parameter names, and what stands for them in the published names of tensors.
+        make_vit: VisionConfig -> the ViT: patches (P, patch_dim) and its layout -> embeddings (M, mm_embed_size).
+        published: parts of our parameter names -> the corresponding parts of published tensor names.
     """
 
     def __init__(

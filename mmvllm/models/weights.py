@@ -239,13 +239,13 @@ def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
 
 
 def checkpoint_views(model: nn.Module) -> Iterator[CheckpointView]:
-    """Of every tensor that a checkpoint has for the model."""
+    """Views for every tensor that a checkpoint has for the model."""
     for _, views in _views_by_module(model):
         yield from views
 
 
 def _views_by_module(model: nn.Module) -> Iterator[tuple[str, list[CheckpointView]]]:
-    """Of each module with parameters of its own."""
+    """Names and checkpoint views of all modules that own parameters."""
     for name, module in model.named_modules():
         if isinstance(module, AssembledModule) or any(True for _ in module.parameters(recurse=False)):
             yield name, list(_views_of(name, module))

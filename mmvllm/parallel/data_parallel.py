@@ -1,4 +1,4 @@
-"""Several engines with the same model, each in a process of its own."""
+"""Data parallel engines: several engines with the same model, one process each."""
 
 import atexit
 import logging
@@ -32,7 +32,7 @@ MAX_FAILED_STARTS = 5  # of each engine, one after the other, after which none i
 
 
 class DataParallelEngines:
-    """Engines with the same model, and what preparation needs to know of it; this process loads no weights.
+    """Starts and stops the engines, and has what request preparation needs; this process loads no weights.
 
     Args:
         config: of each engine, but for the device, which `place_engines` chooses.
@@ -83,19 +83,19 @@ class DataParallelEngines:
         return [supervisor.pid for supervisor in self._supervisors]
 
     def load_adapter(self, lora_request: LoRARequest | None) -> None:
-        """Refuse an adapter that cannot be used; each engine reads those of its requests in its own process."""
+        """Refuse an adapter that cannot be used; each engine loads the adapters of its requests."""
         if lora_request is not None:
             if self._adapters is None:
                 raise RequestError("lora_request needs engines with enable_lora=True", param="lora_request")
             self._adapters.load(lora_request)
 
     def reasons_down(self) -> list[str | None]:
-        """Of each engine why it is not up; None if it is."""
+        """For each engine the reason why it is down, or None if it is up."""
         with self._changed:
             return [None if ready else why for ready, why in zip(self._ready, self._reasons, strict=True)]
 
     def listen(self, listener: EngineListener) -> None:
-        """Tell it from now on what happens to the engines; which are up it is told at once."""
+        """Report engine events to `listener` from now on, beginning with the engines that are down."""
         with self._changed:
             self._listener = listener
             for index, ready in enumerate(self._ready):
@@ -107,13 +107,13 @@ class DataParallelEngines:
         self._supervisors[index].send(command)
 
     def has_failed(self) -> bool:
-        """Whether no engine is up, and starting them again has failed."""
+        """Whether no engine is up and all restarts have failed."""
         with self._changed:
             is_up = any(self._ready)
         return not is_up and all(supervisor.num_failed_starts >= MAX_FAILED_STARTS for supervisor in self._supervisors)
 
     def give_up(self) -> None:
-        """Start no engine any more, and let those that run end."""
+        """Stop all engines, and restart none."""
         for supervisor in self._supervisors:
             supervisor.stop()
 

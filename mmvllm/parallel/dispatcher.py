@@ -1,4 +1,4 @@
-"""Gives each request to one of several engines, and again to another one if that engine ends before the first token.
+"""Dispatches each request to an engine, and to another one if the engine dies before the first token.
 
 It has the interface of `EngineThread`. The lock is never held while something is delivered.
 """
@@ -96,7 +96,7 @@ class Dispatcher:
             self._deliver([(receiver, not_sendable(error))])
             return
         key, params = next(self._keys), replace(params, logits_processors=())
-        if params.seed is None:  # an engine's own would be those of the others, too
+        if params.seed is None:  # engines draw equal seeds themselves
             params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._engines.seed}:{key}".encode()))
         items = [(item.offset, item.digest) for item in prompt.items]
         adapter = options.get("lora_request")
@@ -130,7 +130,7 @@ class Dispatcher:
         return sum(self.engine_stats(), EngineStats(num_preparing=num_preparing + num_unassigned))
 
     def engine_stats(self) -> list[EngineStats]:
-        """Those of each engine, with totals of all its processes; requests that are being prepared belong to none."""
+        """Statistics of each engine over all its processes, without requests that are being prepared."""
         with self._lock:
             return [now + before for now, before in zip(self._stats, self._before, strict=True)]
 

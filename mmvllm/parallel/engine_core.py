@@ -1,4 +1,4 @@
-"""An engine in a process of its own: requests come through a pipe, and what is new goes back through another.
+"""The engine core process: requests arrive through one pipe, and outputs leave through another.
 
 commands ──> EngineCoreProc.run, the main thread ──> EngineThread ──> events
 """
@@ -24,7 +24,7 @@ REPORT_SECONDS = 1.0  # after which an engine without work reports: its rates go
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """What the front process must know of an engine that is ready."""
+    """Sent once when the engine is ready, with its sizes."""
 
     max_model_len: int
     max_num_seqs: int
@@ -34,9 +34,9 @@ class EngineReady:
 
 @dataclass(frozen=True, slots=True)
 class AddCommand:
-    """A request; `key` stands for it in what comes back.
+    """Add a request; outputs refer to it by `key`.
 
-    `functions` are the pickled `logits_processors`, which `params` is without: an engine may be unable to import them.
+    `functions` are the pickled `logits_processors`, which `params` lacks: the process may be unable to import them.
     """
 
     key: int
@@ -50,38 +50,38 @@ class AddCommand:
 
 @dataclass(frozen=True, slots=True)
 class AbortCommand:
-    """The end of a request."""
+    """Abort a request."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCommand:
-    """The prefix cache is to be emptied."""
+    """Empty the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopCommand:
-    """The end of the engine."""
+    """Stop the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartupError:
-    """The engine could not be made."""
+    """The engine could not be created."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDead:
-    """Why the engine serves no more."""
+    """The engine has failed, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutputs:
-    """What is new of requests, by their keys, and how the engine is."""
+    """New outputs of requests, by key, and the state of the engine."""
 
     items: list[tuple[int, Item]]
     stats: EngineStats
@@ -90,7 +90,7 @@ class EngineOutputs:
 
 @dataclass(slots=True, eq=False)
 class _FrontEndRequest:
-    """A request whose deltas go to the front process."""
+    """Receives the deltas of a request of the front-end process."""
 
     key: int
     request_id: str
@@ -100,7 +100,7 @@ class _FrontEndRequest:
 
 
 class EngineCoreProc:
-    """Serves the requests of the front process."""
+    """Runs an engine for the front-end process."""
 
     def __init__(self, engine: LLMEngine, channel: Channel, events: Connection, release_after: float | None):
         self._engine, self._channel, self._events = engine, channel, events
@@ -109,7 +109,7 @@ class EngineCoreProc:
         self._thread = EngineThread(engine, self._deliver, self._fail, release_after)
 
     def run(self) -> None:
-        """Until the front process says so, or ends."""
+        """Serve until the front-end process stops the engine, or ends."""
         engine = self._engine
         num_blocks = engine.scheduler.block_manager.num_blocks
         self._send(EngineReady(engine.max_model_len, engine.max_num_seqs, num_blocks, engine.block_size))
@@ -165,7 +165,7 @@ class EngineCoreProc:
         self._send(EngineOutputs(items, self._thread.stats(0), self._thread.failing))
 
     def _fail(self, error: BaseException) -> None:
-        self._send(EngineDead(first_line(error)))  # whereupon the front process ends this one
+        self._send(EngineDead(first_line(error)))  # the front-end process then kills this one
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -173,7 +173,7 @@ class EngineCoreProc:
 
 
 def not_sendable(error: Exception) -> RequestError:
-    """For functions that cannot be pickled, or not be made again by an engine's process."""
+    """The error for functions that cannot be pickled, or cannot be unpickled in an engine's process."""
     reason = f"logits_processors cannot be sent to the process of an engine: {first_line(error)}"
     return RequestError(f"{reason}; give functions of modules that it can import", param="logits_processors")
 
@@ -199,5 +199,5 @@ def run_engine_core(channel: Channel, events: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Without its frames; another one with its text if it cannot be made again in the front process."""
+    """The error without its frames, or a RequestFailed with its text if it cannot be pickled."""
     return error if can_be_sent(without_frames(error)) else RequestFailed(first_line(error))

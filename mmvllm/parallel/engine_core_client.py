@@ -1,4 +1,4 @@
-"""The front process's end of an engine that runs in another process (`engine_core.py`)."""
+"""The front-end process's client of an engine core process (`engine_core.py`)."""
 
 import multiprocessing
 import threading
@@ -25,7 +25,7 @@ Command = AddCommand | AbortCommand | ResetCommand | StopCommand
 
 
 class EngineCoreClient:
-    """Starts the process of an engine, which ends with this one, or when it gives no sign of life for `step_timeout`.
+    """Starts an engine core process, which ends with this one, or if it shows no sign of life for `step_timeout`.
 
     Args:
         setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
@@ -51,28 +51,28 @@ class EngineCoreClient:
         self._watch = Watch(Watched("its process", self.process, pulse), setup[1].step_timeout)
 
     def send(self, command: Command) -> None:
-        """Send it after those before, from a thread; nothing happens if the process has ended."""
+        """Queue a command, which a thread sends; it is dropped if the process has ended."""
         with self._changed:
             self._queued.append(command)
             self._changed.notify()
 
     def messages(self) -> Iterator[Any]:
-        """What the process sends, until it has ended."""
+        """Yield the messages of the process until it ends."""
         with suppress(EOFError, OSError):
             while True:
                 yield self._events.recv()
 
     def stop(self) -> None:
-        """Let the process end after the step that runs; `kill` it after `STOP_SECONDS`."""
+        """Ask the process to end after the current step; `kill` it after `STOP_SECONDS`."""
         self.send(StopCommand())
 
     def kill(self) -> str:
-        """End the process, unless it has ended, and return how it did."""
+        """Kill the process if it still runs, and return how it ended."""
         kill_process(self.process)
         return self._watch.end()
 
     def close(self) -> None:
-        """Give up what belongs to a process that has ended."""
+        """Release the resources of a process that has ended."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -89,7 +89,7 @@ class EngineCoreClient:
         self._events.close()
 
     def _next_batch(self) -> list[Command]:
-        """Empty once there are no more."""
+        """The next commands to send together; empty once the client is closed."""
         batch, num_bytes = [], 0
         with self._changed:
             self._changed.wait_for(lambda: self._queued or self._is_closed)
@@ -99,7 +99,7 @@ class EngineCoreClient:
         return batch
 
     def _packed(self, batch: list[Command]) -> Iterator[PackedMessage]:
-        """All in one message; each in its own if one of them cannot be pickled."""
+        """Pack the commands into one message, or into one each if some command cannot be pickled."""
         try:
             together = PackedMessage(batch)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""How the process of an engine begins; it imports torch only once its threads and devices are chosen."""
+"""Entry point of an engine core process; torch is imported only after threads and devices are set."""
 
 from ctypes import c_uint64
 from multiprocessing.connection import Connection
@@ -10,9 +10,9 @@ from mmvllm.processes.worker import beating, begin_engine
 def run_engine(
     commands: Connection, shared: SharedBuffer | None, events: Connection, env: dict[str, str], pulse: c_uint64
 ) -> None:
-    """Load an engine, of which the model and the `EngineConfig` come first, then serve requests.
+    """Receive the model and the `EngineConfig`, load the engine, and serve requests.
 
-    `env` has the environment variables of its `Placement`.
+    `env` has the environment variables of the engine's `Placement`.
     """
     begin_engine(env)
     with beating(pulse):

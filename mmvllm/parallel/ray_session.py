@@ -49,7 +49,7 @@ def gpus_per_engine(engine_args: dict[str, Any], given: float | None = None) -> 
 
 
 def missing_resources(number: int, noun: str, each: dict[str, float]) -> list[str]:
-    """Of which resources Ray has too few for this number of actors, as texts; it would wait for them for ever."""
+    """Describe the resources that Ray lacks for this number of actors; it would wait for them forever."""
     import ray  # an optional package
 
     available, missing = ray.cluster_resources(), []

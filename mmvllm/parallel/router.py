@@ -1,6 +1,6 @@
 """Which engine of data parallel serving computes a request: one that has much of it cached, within a bound on the load.
 
-A request is known by the keys of its prompt's leading blocks, chained as those of the prefix cache are
+A request is identified by the hashes of its prompt's leading blocks, chained as in the prefix cache
 (`scheduler/block_manager.py`), and by its images, which the encoder cache holds whatever text stands before them. The
 router remembers for each engine the keys it was given last. A request goes to the engine that saves the most tokens,
 among those whose load is within the bound; for equal savings to the least loaded, then to the least recently chosen.

@@ -1,4 +1,4 @@
-"""Keeps an engine process running: one that ends is started anew, after a pause that grows."""
+"""Restarts a dead engine process, with exponential backoff."""
 
 import logging
 import threading
@@ -11,12 +11,12 @@ from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command, EngineCore
 
 logger = logging.getLogger(__name__)
 
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds; each is twice as long as the one before
-STABLE_SECONDS = 60.0  # that an engine must serve to be started without a longer pause
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds; doubles with each crash
+STABLE_SECONDS = 60.0  # of service after which the backoff is reset
 
 
 class EngineListener(Protocol):
-    """Is called in the thread of each engine, which is known by its index."""
+    """Callbacks of an engine's thread; `index` is the engine's."""
 
     def on_ready(self, index: int, ready: EngineReady) -> None: ...
 
@@ -25,12 +25,12 @@ class EngineListener(Protocol):
     def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None: ...
 
     def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
-        """A process has ended, before it was ready or after; `refusal` is why the engine could not be made."""
+        """A process has ended; `refusal` is the error if the engine could not be created."""
         ...
 
 
 class EngineSupervisor:
-    """One engine of several: its process, and the thread that starts it and reads what it sends.
+    """Runs one engine of several: a thread starts its process, reads its messages, and restarts it.
 
     Args:
         setup: the model's folder, the `EngineConfig`, and `EngineThread`'s `release_after`.
@@ -43,7 +43,7 @@ class EngineSupervisor:
         self._changed = threading.Condition()
         self._engine: EngineCoreClient | None = None
         self._is_ready = self._is_exiting = False
-        self._num_crashes = 0  # processes that ended one after the other without having served for long
+        self._num_crashes = 0  # consecutive processes that ended soon after their start
         self._thread = threading.Thread(target=self._run, name=f"mmvllm-engine-{index}", daemon=True)
 
     def start(self) -> None:
@@ -51,16 +51,16 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that runs, or ran last."""
+        """Process id of the current or the last process."""
         engine = self._engine
         return None if engine is None else engine.process.pid
 
     def send(self, command: Command) -> None:
-        """A command for the process that is up; lost if it ends meanwhile, which the listener is told."""
+        """Send a command to the running process; it is lost if the process dies, which the listener is told."""
         self._engine.send(command)
 
     def stop(self) -> None:
-        """Start no more, and let the process end; `join` waits for it."""
+        """Ask the process to end, and do not restart it; `join` waits for it."""
         with self._changed:
             self._is_exiting = True
             if self._is_ready:
@@ -70,7 +70,7 @@ class EngineSupervisor:
             self._changed.notify_all()
 
     def join(self, until: float) -> None:
-        """Wait for the process until then, and end it."""
+        """Wait for the process until this time, then kill it."""
         with self._changed:
             engine = self._engine
         if engine is not None:
@@ -130,5 +130,5 @@ class EngineSupervisor:
 
 
 def backoff_seconds(num_crashes: int) -> float:
-    """Seconds before an engine is started again."""
+    """Seconds to wait before the next restart."""
     return min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0 ** min(num_crashes, 30))

@@ -107,7 +107,7 @@ def unpickled(data: bytes) -> Any:
 
 
 def can_be_sent(message: Any) -> bool:
-    """Whether it can be pickled and made again from its pickle, which some errors cannot."""
+    """Whether it can be pickled and unpickled, which some errors cannot."""
     try:
         pickle.loads(pickle.dumps(message))
     except Exception:
@@ -138,7 +138,7 @@ class Channel:
         self.send_packed(PackedMessage(message))
 
     def send_packed(self, message: PackedMessage) -> None:
-        """As `send`."""
+        """`send`, for a message that is packed already."""
         place = self._write(message.views)
         self.pipe.send_bytes(pickle.dumps((place, message.sizes, message.data)))
         for view in message.views if place is None else ():

@@ -58,7 +58,7 @@ class WorkerPool:
         initializer: called with `initargs` in each new process; both are pickled.
         reserve: what `reserve_in_parent` takes bytes from.
         engine_env: environment variables for processes that run an engine: their number of threads, and their devices.
-            Such a process has the priority of its parent, and may start processes of its own.
+            Such a process has the priority of its parent, and may start further processes.
         silence: seconds without a sign of life after which a process is killed, also one without a task; code that
             holds the interpreter lock gives none.
 
@@ -202,7 +202,7 @@ class _Limit:
         return min(waits, default=None)
 
     def check_cancelled(self) -> float | None:
-        """As `next_wait`, for a wait that no time limit covers and that may end at once."""
+        """`next_wait` for a wait that no time limit covers and that may end at once."""
         if self._is_cancelled is None:
             return None
         if self._is_cancelled():

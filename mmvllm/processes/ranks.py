@@ -75,7 +75,7 @@ class ConnectedRanks(Ranks):
     """One of several ranks. All operations raise RanksFailed.
 
     Args:
-        backend: connected with those of the other ranks.
+        backend: process group, connected with the other ranks.
     """
 
     def __init__(self, backend: dist.ProcessGroup, rank: int, size: int, device: torch.device):

@@ -17,7 +17,7 @@ WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C i
 
 
 def wait_until(is_true: Callable[[], Any], changed: threading.Condition) -> None:
-    """As `changed.wait_for(is_true)`, but handlers run while it waits."""
+    """`changed.wait_for(is_true)`, during which signal handlers run."""
     while not changed.wait_for(is_true, WAIT_SECONDS):
         pass
 

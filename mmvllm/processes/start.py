@@ -20,7 +20,7 @@ def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main:
     """Spawn a process that calls `target(*args)`, which begins with `follow_parent`.
 
     Args:
-        is_daemon: a daemon may not start processes of its own.
+        is_daemon: a daemon may not start further processes.
         needs_main: whether the process imports the main module, for objects of its classes.
 
     Raises RuntimeError as `check_may_start` does.

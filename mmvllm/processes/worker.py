@@ -102,7 +102,8 @@ def begin_engine(env: dict[str, str]) -> None:
     """Make this process one that runs an engine, or a rank of one.
 
     Args:
-        env: environment variables; called before torch is imported, those of threads and devices take effect.
+        env: environment variables; if this is called before torch is imported, settings of threads and devices
+            take effect.
     """
     from tqdm import tqdm
 

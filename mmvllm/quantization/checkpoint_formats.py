@@ -1,6 +1,6 @@
 """Reads the tensors of one quantized layer, in each published layout, into a `QuantizedTensor`.
 
-AutoAWQ's layout (awq/modules/linear/gemm.py), AutoGPTQ's (auto_gptq/nn_modules/qlinear) and those of compressed-tensors
+AutoAWQ's layout (awq/modules/linear/gemm.py), AutoGPTQ's (auto_gptq/nn_modules/qlinear) and compressed-tensors'
 (compressors/pack_quantized and compressors/naive_quantized).
 """
 

@@ -39,10 +39,10 @@ def assembled(
 ) -> Iterator[tuple[str, StoredTensor | StoredQuantizedTensor | StackedTensor]]:
     """Yield names and tensors of a checkpoint, with one weight in place of the tensors of each quantized layer.
 
-    The tensors tell which layers are quantized, `quantization` how. Tensors may come in any order; only those of
-    incomplete layers are held. Quantized experts are dequantized when they are read, and stacked if each expert is a
-    layer. Raises ValueError, which names the layer, for tensors that are missing, have the wrong shape or dtype, or are
-    stored in an unsupported way.
+    The tensors tell which layers are quantized, `quantization` how. Tensors may come in any order; only
+    incomplete layers are held in memory. Quantized experts are dequantized when they are read, and stacked if each
+    expert is a layer. Raises ValueError, which names the layer, for tensors that are missing, have the wrong shape or
+    dtype, or are stored in an unsupported way.
     """
     return stacked_experts(_layers(dequantized_experts(tensors, quantization), quantization), num_experts)
 

@@ -121,7 +121,7 @@ def parse_quantization(raw: dict) -> CheckpointQuantization:
 
 
 def _awq(raw: dict) -> CheckpointQuantization:
-    """AutoAWQ's awq/models/_config.py; a name in `modules_to_not_convert` stands for all that contain it."""
+    """AutoAWQ's awq/models/_config.py; a name in `modules_to_not_convert` matches all layers that contain it."""
     _require("awq", "version", str(raw.get("version", raw.get("checkpoint_format", "gemm"))).lower(), "gemm")
     _require("awq", "bits", raw.get("bits", raw.get("w_bit", 4)), 4)
     _require("awq", "zero_point", raw.get("zero_point", True), True)
@@ -158,7 +158,7 @@ def _gptq(raw: dict) -> CheckpointQuantization:
 
 
 def _fp8(raw: dict) -> CheckpointQuantization:
-    """transformers' FineGrainedFP8Config and vLLM's Fp8Config; a name stands for all modules inside of it.
+    """transformers' FineGrainedFP8Config and vLLM's Fp8Config; a name matches all modules inside it.
 
     Activations are never rounded with stored scales, so that it does not matter whether there are any.
     """

@@ -169,7 +169,7 @@ class Int4Linear(LinearMethod):
 
 
 def _largest_magnitude(x: Tensor) -> Tensor:
-    """Of each row (N, 1). The bits of positive numbers are ordered as the numbers are: integers are compared faster."""
+    """The largest magnitude of each row (N, 1), by integer comparison, which is faster."""
     integer, all_but_sign = _BITS[x.dtype]
     return x.view(integer).bitwise_and(all_but_sign).amax(dim=1, keepdim=True).view(x.dtype)
 

@@ -51,7 +51,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.qweight[rows, columns], whole.scales[rows, groups], zeros)
 
     def with_group_size(self, size: int) -> "QuantizedTensor":
-        """The same weight in smaller groups; `size` must divide the group size."""
+        """Split the groups into smaller ones; `size` must divide the group size."""
         times = self.group_size // size
         if times == 1:
             return self
@@ -148,7 +148,7 @@ def _rounded_8(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_rounded_8`, with zero points (R, groups)."""
+    """Values (R, groups, size) -> quantized values, scales (R, groups) and zero points (R, groups)."""
     least, largest = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
     scales = (largest - least).clamp_(min=1e-12) / 15
     zeros = (-least / scales).round_()

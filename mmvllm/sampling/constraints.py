@@ -153,7 +153,7 @@ def _bits(token_ids: np.ndarray) -> np.ndarray:
 def _encodings(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
     word = word.lstrip() or word
     alone, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}"))
-    # A space that is a token of its own, before the same tokens, adds nothing.
+    # A separate space token before the same tokens adds nothing.
     return [ids for ids in (alone, spaced) if ids and not (ids is spaced and spaced[1:] == alone)]
 
 

@@ -1,4 +1,4 @@
-"""Hidden states of prompts -> log-probabilities and sums, on their device; the host waits for small results alone."""
+"""Computes prompt log-probabilities and pooled sums on the device; the host waits for the small results alone."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,19 @@ from mmvllm.scheduler.sampler_output import LogprobsLists
 from mmvllm.scheduler.step_inputs import PromptOutputTokens
 from mmvllm.utils.transfer import AsyncD2H, to_device
 
-CHUNK_TOKENS = 64  # whose logits exist at the same time
+CHUNK_TOKENS = 64  # tokens whose logits are in memory at the same time
 
 Head = Callable[[Tensor], Tensor]  # hidden states (R, C) -> logits (R, V)
 
 
 def slice_sizes(wanted: PromptOutputTokens | None) -> list[int]:
-    """The number of rows in each call of the head."""
+    """The number of tokens in each call of the head."""
     number = 0 if wanted is None else len(wanted.targets)
     return [min(CHUNK_TOKENS, number - start) for start in range(0, number, CHUNK_TOKENS)]
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, number: int, asked: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of the model's own distribution, before penalties and temperature.
+    """Log-probabilities under the model's own distribution, before penalties and temperature.
 
     Logits (R, V) and a token for each row -> its log-probability and rank, (R,) each, and the log-probabilities and
     ids of the `number` most likely tokens, (R, max(1, number)) each. A rank is 1 where no token is more likely. With
@@ -37,10 +37,10 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, number: int, asked: Tensor | 
 
 
 class PromptOutputComputation:
-    """What a step wanted of prompts: computed at construction, on the host once `values` has waited for it."""
+    """Prompt log-probabilities and pooled sums of one step: submitted at construction, awaited by `values`."""
 
     def __init__(self, hidden: Tensor, wanted: PromptOutputTokens, head: Head):
-        """`hidden` (Q, C) are the rows of `wanted.token_indices`."""
+        """`hidden` (Q, C) are the hidden states of `wanted.token_indices`."""
         self._wanted, L = wanted, len(wanted.targets)
         tensors: list[Tensor] = []
         if L:
@@ -54,7 +54,7 @@ class PromptOutputComputation:
         self._on_host = AsyncD2H(*tensors)
 
     def values(self) -> list[LogprobsLists | list[float]]:
-        """Of each chunk that is read, in the order of `SchedulerOutput.prompt_output_chunks`."""
+        """Wait for the results of each chunk, in the order of `SchedulerOutput.prompt_output_chunks`."""
         lists, made, at = self._on_host.lists(), [], 0
         for length in self._wanted.logprob_lens:
             made.append(LogprobsLists(*(column[at : at + length] for column in lists[:4])))
@@ -63,6 +63,6 @@ class PromptOutputComputation:
 
 
 def compute_logits_part(hidden: Tensor, wanted: PromptOutputTokens, head: Head) -> None:
-    """What ranks other than 0 do of a `PromptOutputComputation`: their part of the logits."""
+    """Compute a rank's share of the logits; rank 0 runs a `PromptOutputComputation`."""
     for rows in hidden[: len(wanted.targets)].split(CHUNK_TOKENS) if len(wanted.targets) else ():
         head(rows)

@@ -42,7 +42,7 @@ _NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 
 
 class AsyncSamplerOutput:
-    """One token per row: on the device once it is computed, on the host once `tokens` has waited for it."""
+    """Sampled tokens that are being copied to the host; `tokens` waits for the copy."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class AsyncSamplerOutput:
         candidates: "Candidates | None" = None,
         errors: Mapping[int, RequestError] = _NO_ERRORS,
     ):
-        """`token_ids` (R,) are -1 where the logits allow none; `errors` tell why, by row, where more is known."""
+        """`token_ids` (R,) are -1 where the logits allow none; `errors` have the reason, by row, where one is known."""
         self.input_ids = input_ids  # (R,), what the next step computes: any id where there is no token
-        self.prompt_outputs: PromptOutputComputation | None = None  # what the same step reads of prompts
+        self.prompt_outputs: PromptOutputComputation | None = None  # of the same step
         self._logprobs, self._candidates, self._errors = logprobs, candidates, errors
         of_logprobs = logprobs.tensors if logprobs else ()
         self._num_of_logprobs = len(of_logprobs)
@@ -76,7 +76,7 @@ class AsyncSamplerOutput:
 class Sampler:
     """Samples one token per sequence, and never waits for the device.
 
-    Each running sequence has a row: its parameters, and the counts of its tokens if it has penalties.
+    It keeps the parameters of each running sequence, and its token counts if it has penalties.
     """
 
     def __init__(self, eos_token_ids: frozenset[int], max_num_seqs: int, vocab_size: int, device: torch.device):
@@ -85,11 +85,11 @@ class Sampler:
         self._mask_threads = MaskThreads(vocab_size)
 
     def add_sequence(self, req_index: int, seq: Sequence) -> None:
-        """A sequence starts in a row, or starts again after a preemption; whatever was there before is forgotten."""
+        """Set the state of a request index; called when a sequence starts, or restarts after a preemption."""
         self._states.add_sequence(req_index, seq, self.eos_token_ids)
 
     def begin_masks(self, req_indices: np.ndarray, step: SchedulerOutput) -> PendingMasks | None:
-        """Start to find out what may follow the sequences (R,) that get a token in a step; None if anything may."""
+        """Start computing the token masks of the sampled sequences (R,); None if no sequence is constrained."""
         places = np.flatnonzero(self._states.needs[req_indices] & RESTRICTED)
         if not places.size:
             return None
@@ -108,10 +108,10 @@ class Sampler:
         """One token for each row of logits (R, V), in any dtype of models.
 
         Args:
-            rows: (R,) int32, of the sequences.
+            req_indices: (R,) int32, request indices of the sequences.
             ends: (R,) int32, the number of tokens that precede the sampled one in its sequence.
-            indices_on_device: (2, R) int32, rows and ends on the device where they are there already.
-            masks: what may follow, of `begin_masks`.
+            indices_on_device: (2, R) int32, `req_indices` and `ends` on the device, if they are there already.
+            masks: allowed tokens, from `begin_masks`.
         """
         needs = int(np.bitwise_or.reduce(self._states.needs[req_indices])) if len(req_indices) else 0
         if indices_on_device is None and needs & (RANDOM | PENALTIES | BEAM):
@@ -123,7 +123,7 @@ class Sampler:
         token_ids = (
             sample(adjusted, self._states.on_device(), *indices_on_device) if needs & RANDOM else argmax(adjusted)
         )
-        # A sequence whose row has no token is about to end: any id will do for the step that is launched meanwhile.
+        # A sequence without a token is about to end: any id will do for the step that is launched meanwhile.
         input_ids = token_ids.clamp(min=0)
         if needs & PENALTIES:
             count_tokens(self._states.counts.tensor, self._states.on_device(), indices_on_device[0], input_ids)
@@ -134,7 +134,7 @@ class Sampler:
     def _candidates(
         self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor
     ) -> "Candidates":
-        """Of beams. Penalties apply to log-probabilities, not to logits: transformers does it in this order."""
+        """The candidates of beams. As in transformers, penalties apply to log-probabilities, not to logits."""
         places = np.flatnonzero(self._states.needs[req_indices] & BEAM)
         at = to_device(torch.from_numpy(places), logits.device)
         logprobs = logits[at].float().log_softmax(dim=-1)
@@ -146,7 +146,7 @@ class Sampler:
     def _adjusted(
         self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor | None, needs: int
     ) -> Tensor:
-        """Logits after penalties and biases, without the tokens that may not end a sequence yet."""
+        """Apply penalties and biases, and mask the end tokens of sequences below `min_tokens`."""
         adjusted = logits
         if needs & PENALTIES:
             adjusted = penalize(logits, self._states.counts.tensor, self._states.on_device(), indices_on_device[0])
@@ -168,12 +168,12 @@ class Sampler:
 
 
 def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
-    """Logits in float32 that may be written to: not those of the model, which log-probabilities are taken of."""
+    """Float32 logits that may be written to; the model's logits are kept for log-probabilities."""
     return logits.to(torch.float32, copy=True) if adjusted is logits else adjusted
 
 
 def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
-    """Logits after a caller's functions, of the tokens that may follow; written in place."""
+    """Apply the caller's logits processors and the token masks, in place."""
     for seq, place in zip(masks.seqs, masks.places.tolist(), strict=True):
         if seq.sampling_params.logits_processors and place not in masks.errors:
             try:
@@ -228,10 +228,10 @@ class Logprobs:
 
 
 class Candidates:
-    """The most likely tokens of some rows, those of beams."""
+    """The most likely next tokens of beams."""
 
     def __init__(self, logprobs: Tensor, places: np.ndarray, numbers: np.ndarray):
-        """Of `logprobs` (R', V) the `numbers` (R',) largest; `places` (R',) are those of the rows among all."""
+        """Take the `numbers` (R',) largest of `logprobs` (R', V); `places` (R',) are the rows of the step's logits."""
         self._places, self._numbers = places.tolist(), numbers.tolist()
         best = logprobs.topk(int(numbers.max()), dim=-1)
         self.tensors = best.values, best.indices  # on the device

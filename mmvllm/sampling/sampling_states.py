@@ -1,4 +1,4 @@
-"""Sampling parameters and token counts of the running sequences, one row each, on the host and on the device."""
+"""Sampling parameters and token counts of the running sequences, on the host and on the device."""
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from mmvllm.utils.transfer import to_device
 
 # Sampling at a lower temperature could only choose among tokens whose logits rounding has made equal.
 GREEDY_BELOW = 1e-5
-# What a row needs, as bits.
+# What a sequence needs, as bits.
 RANDOM, PENALTIES, MIN_TOKENS, LOGPROBS, BIAS, RESTRICTED, BEAM = 1, 2, 4, 8, 16, 32, 64
 _IN_PROMPT, _LARGEST_COUNT = -(2**15), 2**15 - 1  # of an int16 of `PenaltyCounts`
 
 
 class SamplingStates:
-    """Rows change when a sequence enters; the device's copy is renewed, in one copy, before it is used again."""
+    """Indexed by request index. The device's copy is refreshed, in one transfer, before its next use."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
@@ -36,7 +36,7 @@ class SamplingStates:
         self._is_stale = device.type != "cpu"
 
     def add_sequence(self, req_index: int, seq: Sequence, end_ids: frozenset[int]) -> None:
-        """Write the parameters of a sequence whose tokens are all known; `end_ids` and its own may end it."""
+        """Write the parameters of a sequence whose tokens are all known; `end_ids` are the model's end tokens."""
         p = seq.sampling_params
         needs = RANDOM if p.temperature >= GREEDY_BELOW else 0
         counts_row = 0
@@ -72,28 +72,30 @@ class SamplingStates:
         return self._on_device
 
     def forbidden(self, req_indices: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """(2, pairs): places in `rows`, and ids that may not follow there yet."""
+        """(2, pairs): indices into `req_indices`, and token ids that may not follow there yet."""
         early = np.flatnonzero((self.needs[req_indices] & MIN_TOKENS > 0) & (ends < self.min_ends[req_indices]))
         return _pairs(early, [self.end_ids[i] for i in req_indices[early]])
 
     def biases(self, req_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(2, pairs): places in `rows`, and ids with a bias there; and the biases (pairs,)."""
+        """(2, pairs): indices into `req_indices`, and token ids with a bias; and the biases (pairs,)."""
         places = np.flatnonzero(self.needs[req_indices] & BIAS)
         pairs = _pairs(places, [self._bias_ids[i] for i in req_indices[places]])
         return pairs, np.concatenate([self._bias_values[i] for i in req_indices[places]])
 
 
 def _pairs(places: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
-    """(2, pairs): each place with each of its ids."""
+    """(2, pairs): each index with each of its ids."""
     return np.stack([places.repeat([len(i) for i in ids]), np.concatenate([places[:0], *ids])])
 
 
 class PenaltyCounts:
-    """Counts for `penalize`, of the rows that need them; memory for more is allocated when they do."""
+    """Token counts for `penalize`, of sequences with penalties; memory grows with their number."""
 
     def __init__(self, vocab_size: int, device: torch.device):
-        self._pool = torch.zeros(1, vocab_size, dtype=torch.int16, device=device)  # row 0 is of rows without penalties
-        self._pool_rows: dict[int, int] = {}  # by row; kept for the next sequence there
+        self._pool = torch.zeros(
+            1, vocab_size, dtype=torch.int16, device=device
+        )  # row 0 is for sequences without penalties
+        self._pool_rows: dict[int, int] = {}  # by request index; kept for the next sequence there
 
     @property
     def tensor(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The beam search of one request, apart from its model: candidates in; beams, and at the end hypotheses, out.
 
-The rules are those of transformers (generation/utils.py, `_beam_search`): all candidates of all beams are ranked by
+The rules are transformers' (generation/utils.py, `_beam_search`): all candidates of all beams are ranked by
 the sum of their log-probabilities. Those among the first `width` that end are finished hypotheses, of which the `width`
 best are kept, by the sum over length ** length_penalty; the `width` best that do not end are the next beams.
 """
@@ -38,7 +38,7 @@ class Hypothesis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Beam:
-    """The last token of a beam, behind those of its parent."""
+    """The last token of a beam; `parent` has the tokens before it."""
 
     parent: "_Beam | None" = None
     token_id: int = -1

@@ -19,7 +19,7 @@ S = TypeVar("S", bound=BeamSequence)
 class Beams(Generic[S]):
     """A sequence for each beam. A beam of which nothing follows leaves its sequence to one of which two beams follow.
 
-    The candidates of a beam are kept until those of all beams are there: budgets may divide them among several steps,
+    The candidates of a beam are kept until all beams have theirs: budgets may divide them among several steps,
     and a beam that is preempted meanwhile need not compute them again.
     """
 
@@ -30,11 +30,11 @@ class Beams(Generic[S]):
         self._candidates: dict[int, list[Candidate]] = {}  # by sequence id
 
     def holds(self, seq: S) -> bool:
-        """Whether a sequence has its candidates, and waits for those of the others."""
+        """Whether a sequence has its candidates and waits for the other beams."""
         return seq.seq_id in self._candidates
 
     def hold(self, seq: S, candidates: list[Candidate]) -> bool:
-        """Keep a beam's candidates; return whether those of all beams are there."""
+        """Keep a beam's candidates; return whether all beams have theirs."""
         self._candidates[seq.seq_id] = candidates
         return len(self._candidates) == len(self._beams)
 

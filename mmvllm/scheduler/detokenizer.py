@@ -142,7 +142,7 @@ def special_ids(tokenizer) -> frozenset[int]:
 
 
 def token_bytes(tokenizer, token_id: int) -> bytes:
-    """The UTF-8 bytes that a token of a byte-level vocabulary stands for; they may be part of a character."""
+    """The UTF-8 bytes of a token of a byte-level vocabulary; they may be part of a character."""
     return _bytes_of(tokenizer.convert_ids_to_tokens(token_id))
 
 

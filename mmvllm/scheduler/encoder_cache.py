@@ -1,4 +1,4 @@
-"""Which items' ViT rows are on the device, within a byte budget; the model runner owns the rows themselves.
+"""Tracks which items' embeddings are on the device, within a byte budget; the model runner owns the tensors.
 
 The scheduler acquires an item before the first chunk that touches it and releases it after the last; in between its
 rows cannot be dropped. Rows without users stay while the budget allows and serve the next request with the same item;
@@ -15,7 +15,7 @@ User = tuple[int, int]  # (seq_id, index of the item in that sequence)
 @dataclass(slots=True)
 class _Entry:
     num_bytes: int
-    is_encoded: bool = False  # whether its rows are on the device before any step that is scheduled from now on
+    is_encoded: bool = False  # whether its embeddings are on the device for every step scheduled from now on
     users: set[User] = field(default_factory=set)
 
 
@@ -32,7 +32,7 @@ class EncoderCache:
         self._freed: list[bytes] = []
 
     def fits(self, num_embeds: int) -> bool:
-        """Whether an item of so many rows could ever be held."""
+        """Whether an item of `num_embeds` embeddings could ever be held."""
         return num_embeds * self.bytes_per_embed <= self.capacity_bytes
 
     def is_encoded(self, digest: bytes) -> bool:
@@ -40,7 +40,7 @@ class EncoderCache:
         return entry is not None and entry.is_encoded
 
     def acquire(self, digest: bytes, num_embeds: int, user: User) -> bool:
-        """Hold the item's rows, or the room for them, for `user`; False if there is no room."""
+        """Hold the item's embeddings, or space for them, for `user`; False if there is no space."""
         entry = self._entries.get(digest)
         is_hit = entry is not None
         if entry is None:
@@ -71,7 +71,7 @@ class EncoderCache:
             self._entries[digest].is_encoded = True
 
     def keep_encoded(self, is_on_device: Callable[[bytes], bool]) -> None:
-        """After steps that failed: the rows of some items may not be on the device, and they are encoded again."""
+        """After failed steps: the embeddings of some items may be missing, and are encoded again."""
         for digest, entry in list(self._entries.items()):
             entry.is_encoded = entry.is_encoded and is_on_device(digest)
             if not entry.users and not entry.is_encoded:

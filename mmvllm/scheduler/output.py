@@ -40,10 +40,10 @@ class SchedulerOutput:
     decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
-    item_slots: dict[bytes, int] = field(default_factory=dict)  # of those that go through an adapter
+    item_slots: dict[bytes, int] = field(default_factory=dict)  # adapter slots of items that have one
     new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) to write first
-    freed_digests: tuple[bytes, ...] = ()  # items whose rows are no longer cached
-    # The sequences whose rows are written: those that run from this step on, and beams, whose tokens may be others.
+    freed_digests: tuple[bytes, ...] = ()  # items evicted from the encoder cache
+    # Sequences whose device state is written: newly running ones, and beams, whose tokens may have changed.
     started: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
     num_patches: int = 0
@@ -55,7 +55,7 @@ class SchedulerOutput:
         return self.decodes + self.prefills
 
     def encoded_sequences(self) -> list[Sequence]:
-        """Those that need items which this step encodes."""
+        """The sequences whose items are encoded in this step."""
         return [
             chunk.seq
             for chunk in self.prefills
@@ -66,7 +66,7 @@ class SchedulerOutput:
 
     @property
     def prompt_output_chunks(self) -> tuple[list[ScheduledChunk], list[ScheduledChunk]]:
-        """The chunks whose log-probabilities are read, and those whose hidden states are summed."""
+        """The chunks with prompt log-probabilities, and the chunks whose hidden states are pooled."""
         chunks = [chunk for chunk in self.prefills if chunk.prompt_tokens is not None]
         with_logprobs = [chunk for chunk in chunks if isinstance(chunk.seq.prompt_outputs, PromptLogprobs)]
         return with_logprobs, [chunk for chunk in chunks if not isinstance(chunk.seq.prompt_outputs, PromptLogprobs)]

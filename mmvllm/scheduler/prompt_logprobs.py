@@ -1,7 +1,7 @@
-"""What is read of a prompt's hidden states while the prompt is computed, chunk by chunk.
+"""Outputs of a prompt's hidden states, collected chunk by chunk: log-probabilities or a pooled vector.
 
-Row i is the hidden state of token i. Rows are read once and in order, whatever chunks and preemptions there are; of
-tokens that are still to be read, the prefix cache is of no use: it has keys and values, and no hidden states.
+Each token's hidden state is used once and in order, whatever chunks and preemptions there are. The prefix cache has no
+hidden states, so it is not used for tokens whose outputs are still missing.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mmvllm.scheduler.sampler_output import LogprobsLists, token_logprobs
 
 @dataclass(slots=True)
 class PromptOutputs:
-    """Rows [next_token, end) are still to be read."""
+    """Tokens [next_token, end) still lack their outputs."""
 
     next_token: int
     end: int
@@ -26,18 +26,18 @@ class PromptOutputs:
         return self.next_token >= self.end
 
     def tokens_in(self, start: int, end: int) -> range | None:
-        """Those of the tokens [start, end) that are to be read; None if there are none."""
+        """The tokens of [start, end) whose outputs are missing, or None."""
         tokens = range(max(start, self.next_token), min(end, self.end))
         return tokens or None
 
 
 @dataclass(slots=True)
 class PromptLogprobs(PromptOutputs):
-    """Log-probabilities of the prompt's tokens, where row i gives that of token i + 1.
+    """Log-probabilities of the prompt's tokens; the hidden state of token i gives that of token i + 1.
 
     Args:
-        number: of most likely tokens that are wanted in addition to each token.
-        logprobs: by token of the prompt; None for the first, and for those before the first row that is read.
+        number: of most likely tokens to return besides each token.
+        logprobs: one entry per prompt token; None for the first, and for tokens that were not asked for.
     """
 
     number: int
@@ -47,7 +47,7 @@ class PromptLogprobs(PromptOutputs):
         self.logprobs = [None] * (self.next_token + 1)
 
     def commit(self, tokens: range, found: LogprobsLists, token_ids: Sequence[int]) -> bool:
-        """Keep what was read of the next tokens; False if it is not numbers. `token_ids` are those of the sequence."""
+        """Keep the log-probabilities of the next tokens of a sequence; False if one is NaN."""
         assert tokens.start == self.next_token, f"tokens {tokens} were read, the next is {self.next_token}"
         targets = token_ids[tokens.start + 1 : tokens.stop + 1]
         for target, logprob, rank, top, ids in zip(
@@ -60,7 +60,7 @@ class PromptLogprobs(PromptOutputs):
 
 @dataclass(slots=True)
 class PoolingState(PromptOutputs):
-    """The sum of hidden states, in float64, so that it depends little on the chunks."""
+    """The sum of hidden states, in float64, so that it hardly depends on the chunks."""
 
     params: PoolingParams
     total: np.ndarray | None = None  # (C,)
@@ -71,7 +71,7 @@ class PoolingState(PromptOutputs):
         return cls(num_tokens - 1 if params.pooling == "last" else 0, num_tokens, params)
 
     def commit(self, tokens: range, total: Sequence[float], token_ids: Sequence[int]) -> bool:
-        """Add the sum of the next tokens; False if it is not numbers."""
+        """Add the sum of the next tokens; False if it is not finite."""
         assert tokens.start == self.next_token, f"tokens {tokens} were read, the next is {self.next_token}"
         added = np.array(total)
         self.total = added if self.total is None else self.total + added
@@ -81,5 +81,5 @@ class PoolingState(PromptOutputs):
 
     @property
     def vector(self) -> np.ndarray | None:
-        """What the request returns, once all tokens are read."""
+        """The result, once all tokens are added."""
         return self.params.vector(self.total, self.num_tokens) if self.is_complete else None

@@ -50,7 +50,7 @@ class SamplerOutput:
 def token_logprobs(
     token_id: int, logprob: float, rank: int, top: Sequence[float], top_ids: Sequence[int]
 ) -> LogprobsById:
-    """A token's log-probability, then those of the most likely tokens, by id; the most likely one comes first."""
+    """The log-probability of a token, then of the most likely tokens in descending order, by id."""
     found = {token_id: Logprob(logprob, rank)}
     for place, (value, top_id) in enumerate(zip(top, top_ids, strict=True), 1):
         if top_id != token_id:

@@ -256,7 +256,7 @@ class Scheduler:
         step.items_to_encode |= new_items
         if seq.adapter is not None and seq.adapter.adapts_vision:
             step.item_slots |= dict.fromkeys(new_items, seq.adapter_slot)
-        self.encoder_cache.mark_encoded(new_items)  # before any later step reads their rows
+        self.encoder_cache.mark_encoded(new_items)  # before any later step uses their embeddings
         return _ScheduleResult.SCHEDULED
 
     def _acquire_items(
@@ -306,7 +306,7 @@ class Scheduler:
             self.preempt(seq)
 
     def reduce_batch_size(self, num_seqs: int) -> None:
-        """Undo a step that ran out of memory with so many sequences, two or more; at most half of them run at once."""
+        """Undo a step of `num_seqs` > 1 sequences that ran out of memory; at most half of them run at once then."""
         assert num_seqs > 1, "half of one sequence is none"
         self.preempt_all()
         self._reduced_to, self._clean_steps = num_seqs // 2, 0
@@ -382,7 +382,7 @@ class Scheduler:
             self._advance(group)
 
     def _advance(self, group: SequenceGroup) -> None:
-        """Go on with the next beams; those without blocks of their own start anew, from those of others."""
+        """Continue with the next beams; a beam without blocks is forked from another one."""
         staying, moved = group.beams.advance()
         if group.beams.search.is_done:
             self._end(group, FinishReason.LENGTH, None)  # each hypothesis has its own reason

@@ -91,7 +91,7 @@ class Sequence:
         prompt_outputs: "PromptOutputs | None" = None,
         adapter: "Adapter | None" = None,
     ):
-        """`positions` (3, T) are those of the prompt; `max_num_tokens` counts prompt and completion."""
+        """`positions` (3, T) are the prompt's; `max_num_tokens` counts prompt and completion."""
         self.seq_id = next(self._seq_ids)
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -104,7 +104,7 @@ class Sequence:
         self.constraints = constraints
         self.is_beam = sampling_params.beam_width is not None  # the search may give it the tokens of another beam
         self.waits_for_tokens = waits_for_tokens or self.is_beam  # what may follow depends on all tokens before it
-        self.prompt_outputs = prompt_outputs  # what is wanted of the prompt's hidden states, and what of it there is
+        self.prompt_outputs = prompt_outputs  # outputs of the prompt's hidden states, if any are asked for
 
         self.adapter = adapter
         self.token_ids = list(token_ids)
@@ -123,7 +123,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0  # computed by steps that were launched and are not committed yet
         self.is_decoding = False  # whether all that it computes, while it runs, are tokens sampled since it began to
-        self.req_index: int | None = None  # of the arrays of running sequences
+        self.req_index: int | None = None  # into `InputBatch` and `SamplingStates`, while it runs
         self.adapter_slot: int | None = None  # while it runs, if it has an adapter
         self._num_cached_tokens = 0
         self.num_preemptions = 0
@@ -176,7 +176,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The same, by the name that vLLM gives it."""
+        """`completion_token_ids` under vLLM's name."""
         return self.completion_token_ids
 
     @property

@@ -38,7 +38,7 @@ class ServerSettings:
         allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
         trusts_request_templates: requests may have a `chat_template`, which is a program.
         chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
-        uses_generation_config: sampling parameters that a request leaves out are those of the checkpoint's
+        uses_generation_config: sampling parameters that a request leaves out are taken from the checkpoint's
             generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
         lora_modules: folders of adapters by the names under which requests may address them.
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.

@@ -20,7 +20,7 @@ class Encoding:
     end: Mark
 
     def seconds(self) -> float | None:
-        """Of the device; None if it has not reached the end."""
+        """Elapsed seconds on the device; None if it has not reached the end."""
         if isinstance(self.end, float):
             return self.end - self.begin
         return _seconds(self.begin, self.end) if self.end.query() else None

@@ -114,7 +114,7 @@ def peak_memory(
 
 
 def _encode_image(model: Model, num_patches: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One image of about so many patches, if the model has a ViT."""
+    """Encode one image of about `num_patches` patches, if the model has a ViT."""
     vision = model.config.vision
     if vision is not None:
         side = vision.spatial_merge_size
@@ -130,7 +130,7 @@ def _full_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """With room for so many tokens of one sequence."""
+    """A KV cache for `num_tokens` tokens of one sequence."""
     kv_dtype = engine_config.resolve_kv_dtype(dtype)
     return empty_kv_cache(config, -(-num_tokens // block_size), block_size, kv_dtype, device)
 
@@ -138,7 +138,7 @@ def _full_cache(
 def _full_step(
     config: ModelConfig, num_tokens: int, num_logits: int, dtype: torch.dtype, kv_cache: KVCache
 ) -> tuple[Batch, Tensor, KVCache]:
-    """The model's arguments for one prompt of so many tokens, all images, with as many logits as can be."""
+    """The model's arguments for one prompt of `num_tokens` image tokens, with `num_logits` logits."""
     device = kv_cache.device
     batch = prompt_batch(num_tokens, num_logits, kv_cache.shape[3], device)
     if config.vision is not None:

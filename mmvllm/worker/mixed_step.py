@@ -29,17 +29,17 @@ class MixedTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MixedStep:
-    """D sequences that decode, then P tokens of F prefills, with M image rows; R sequences want a token."""
+    """D sequences that decode, then P tokens of F prefills, with M embeddings; R sequences are sampled."""
 
     decodes: np.ndarray  # (3, D) int32, as in `StepInputs`
-    req_indices: np.ndarray  # (F,) int64, and so on as in `Prefills`
+    req_indices: np.ndarray  # (F,) int64; this and the following as in `Prefills`
     position_deltas: np.ndarray  # (F,) int64
     blocks: np.ndarray  # (3, B) int64
     input_ids: np.ndarray  # (P,) int64
     positions: np.ndarray  # (3, P) int64
     slot_mapping: np.ndarray  # (P,) int64
     mm_token_indices: np.ndarray  # (M,) int64, among the D + P tokens
-    logits_indices: np.ndarray  # (R + Q,) int64, among the D + P tokens: those of `samples`, then those that are read
+    logits_indices: np.ndarray  # (R + Q,) int64, among the D + P tokens: sampled ones, then those with prompt outputs
     samples: np.ndarray  # (2, R) int32
     query_lens: np.ndarray  # (D + F,) int32
     kv_lens: np.ndarray  # (D + F,) int32

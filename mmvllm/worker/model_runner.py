@@ -1,4 +1,4 @@
-"""Device state: weights, KV cache and the ViT rows of items. Runs one batch at a time."""
+"""Device state: weights, KV cache and encoder outputs. Runs one batch at a time."""
 
 import logging
 import time
@@ -42,7 +42,7 @@ class ModelRunner:
         max_num_seqs, max_model_len: sequences that run at once, and tokens of one.
         attention: the decoder's backend.
         use_graphs: whether `capture_graphs` will be called: padding rows of graphs write to one more block.
-        worker_group: what rank 0 lets run the same steps.
+        worker_group: the other ranks, on rank 0.
         adapters: the slots for adapters of requests; None where these may have none.
         kv_dtype: what keys and values are stored in; by default `dtype`.
     """
@@ -79,7 +79,7 @@ class ModelRunner:
         max_blocks = -(-max_model_len // block_size)
         self.input_batch = InputBatch(max_num_seqs, max_blocks, block_size, self.kv_cache.shape[2] - 1, device)
         self.samples = torch.empty(2, 0, dtype=torch.int32, device=device)  # `StepInputs.samples` of the last step
-        self.prompt_outputs: PromptOutputComputation | None = None  # what the last step read, on rank 0
+        self.prompt_outputs: PromptOutputComputation | None = None  # of the last step, on rank 0
         self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
         self.vision_graphs: VisionGraphs | None = None
         self._no_embeds = torch.empty(0, model.config.mm_embed_size, dtype=dtype, device=device)
@@ -132,7 +132,7 @@ class ModelRunner:
         return logits
 
     def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
-        """Hidden states (R + Q, C) -> logits (R, V); what is read of the Q others is in `reading`."""
+        """Hidden states (R + Q, C) -> logits (R, V); the prompt outputs of the Q others are in `prompt_outputs`."""
         R = inputs.samples.shape[1]
         if inputs.prompt_outputs is not None:
             compute = PromptOutputComputation if self.ranks.rank == 0 else compute_logits_part
@@ -161,11 +161,11 @@ class ModelRunner:
         return [self._encoder_outputs[span.digest][span.first : span.last] for span in spans]
 
     def has_encoder_output(self, digest: bytes) -> bool:
-        """Whether an item's rows are on the device, and on those of all ranks."""
+        """Whether an item's embeddings are on the devices of all ranks."""
         return digest in self._encoder_outputs and self.worker_group.has_encoder_output(digest)
 
     def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
-        """Free the rows of all other items: after a step that failed, what it was to free may still be here."""
+        """Free all other embeddings; a failed step may not have freed what it should have."""
         for digest in self._encoder_outputs.keys() - digests:
             del self._encoder_outputs[digest]
         self.worker_group.keep_encoder_outputs(digests)
@@ -182,7 +182,7 @@ class ModelRunner:
         return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
 
     def _encode(self, inputs: StepInputs) -> None:
-        """The ViT on the new items of the step that this rank encodes, whose rows all ranks get."""
+        """Run the ViT on the new items that this rank encodes, and broadcast the embeddings to all ranks."""
         for rank, items in _by_encoder(inputs):
             if rank == self.ranks.rank and not inputs.item_slots:
                 self._encode_own(items)
@@ -202,7 +202,7 @@ class ModelRunner:
 
     def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
         for item, own in zip(items, rows.split([item.num_tokens for item in items]), strict=True):
-            # A copy: a view would keep the rows of the whole call in memory while one item of it is cached.
+            # A copy: a view would keep the embeddings of the whole call in memory while one item is cached.
             self._encoder_outputs[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
 
     def _broadcast_encoder_outputs(self, rank: int, items: list[MediaItem]) -> None:
@@ -213,7 +213,7 @@ class ModelRunner:
             self._keep(items, self.ranks.broadcast(rows, rank), True)
 
     def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
-        """The rows of all items, and whether they are not overwritten by the next."""
+        """The embeddings of all items, and whether the next call leaves them intact."""
         patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
         if slot is not None:
             layout = replace(layout.to(self.device), slot=(slot, self.adapters.num_slots))

@@ -105,7 +105,7 @@ class MultiprocessGroup(WorkerGroup):
         self._device, self._size = checkpoint.device, checkpoint.config.tensor_parallel_size
         self._ranks: ConnectedRanks | None = None
         self._sent: deque[_Sent] = deque()
-        self._doubtful: set[bytes] = set()  # items whose rows another rank may lack, because a step failed there
+        self._doubtful: set[bytes] = set()  # items that another rank may lack, because a step failed there
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._is_exiting = threading.Event()
         self._processes: list[multiprocessing.Process] = []

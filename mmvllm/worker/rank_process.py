@@ -37,7 +37,7 @@ class Report:
 
 
 def rank_device(first: torch.device, rank: int) -> torch.device:
-    """The GPU that follows by so many the one of rank 0; all ranks share the CPU."""
+    """The device of `rank`: the GPU of rank 0 plus `rank`, or the CPU, which all ranks share."""
     return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 

@@ -67,7 +67,7 @@ class VisionGraphs:
 
 
 def _padded_lens(lens: Sequence[int], size: int, longest: int) -> list[int]:
-    """As many lengths as a graph of this size has, which sum to it, none above `longest`; [] if there are too many."""
+    """Pad `lens` to the segment count of this graph; every length is at most `longest`. [] if there are too many."""
     whole, rest = divmod(size - sum(lens), longest)
     padded = [*lens, *[longest] * whole, rest]
     missing = size // PATCHES_PER_SEGMENT - len(padded)

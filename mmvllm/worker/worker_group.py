@@ -7,7 +7,7 @@ from mmvllm.scheduler.step_inputs import StepInputs
 
 
 class WorkerGroup:
-    """Of a single rank; `MultiprocessGroup` is for several."""
+    """The other ranks of a model that has a single one: none. `MultiprocessGroup` has several."""
 
     failure: str | None = None  # why nothing can be computed any more
 
@@ -24,11 +24,11 @@ class WorkerGroup:
         """Wait for the reports on all steps that were not confirmed: what they encoded is not relied on."""
 
     def has_encoder_output(self, digest: bytes) -> bool:
-        """Whether the other ranks have an item's rows, if this one has; steps must be settled."""
+        """Whether the other ranks have an item's embeddings, if this one has; steps must be settled."""
         return True
 
     def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
-        """Free the rows of all other items."""
+        """Free the embeddings of all other items."""
 
     def call(self, function: Callable[[Any], None]) -> None:
         """Let the other ranks call a function, which is pickled, with their `ModelRunner`."""

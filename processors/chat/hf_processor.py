@@ -53,7 +53,7 @@ class HFProcessor:
         self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
 
     def __reduce__(self):
-        """A processor in another process gets a lock of its own."""
+        """A processor in another process gets a new lock."""
         return HFProcessor, (
             *(self.processor, self.tokenizer, self.rules, self.video_config, self.max_tokens, self.load),
         )
@@ -83,7 +83,7 @@ class HFProcessor:
             return replace(self._engine_input(made, [source for _, source in given], clips), text=text)
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
-        """As `Processor.together`; the caller's processor is given the images and videos each time."""
+        """See `Processor.together`; the caller's processor gets the images and videos with each request."""
         return [self(request, load) for request in requests]
 
     def _without_media(self, parsed: ParsedRequest) -> EngineInput:

@@ -30,7 +30,7 @@ def tokenize(tokenizer, text: str) -> list[int]:
 
 
 class Processor:
-    """mmvllm's own request processor: ids, grids and pixel values equal those of transformers' processor.
+    """mmvllm's request processor. Ids, grids and pixel values are equal to transformers' processors'.
 
     Special tokens in messages and `chat_template_kwargs` are encoded as text, unless the request has
     `allow_special_tokens`.
@@ -60,7 +60,7 @@ class Processor:
         self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
 
     def __reduce__(self):
-        """A processor in another process gets a lock of its own."""
+        """A processor in another process gets a new lock."""
         return Processor, (
             self.tokenizer,
             self.image_processor,
@@ -75,7 +75,7 @@ class Processor:
         return self.together([request], load)[0]
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
-        """Prepare requests with the same images and videos, which are those of the first and are read once."""
+        """Prepare requests with the same images and videos, which are read once, from the first request."""
         first, *others = [self._parsed(request) for request in requests]
         media = self._media(first, load or self.load)
         return [self._placed(parsed, media) for parsed in (first, *others)]

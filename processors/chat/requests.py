@@ -43,7 +43,7 @@ TEXT_KEYS = frozenset(("type", "text"))
 class ParsedRequest(NamedTuple):
     """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
 
-    Each of `images` is a dict with what to load under "image", and perhaps sizes of its own; each of `videos` one with
+    Each of `images` is a dict with what to load under "image", and perhaps its own sizes; each of `videos` one with
     what to load under "video", and perhaps keys of `qwen_vl_utils`. `video_kwargs` are the request's own arguments for
     each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
     decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`

@@ -14,7 +14,7 @@ from mmvllm.errors import RequestError
 from mmvllm.utils.text import with_whole_characters
 
 NEVER = "(?!)"  # a pattern without matches
-FIRST_MARK = 0xD800  # half of a surrogate pair: no valid text has it, and it is one character, as what it stands for
+FIRST_MARK = 0xD800  # half of a surrogate pair: no valid text has it
 
 
 class SpecialTokens:
@@ -83,7 +83,7 @@ class SpecialTokens:
         return [token.id for piece, _ in pieces for token in backend.model.tokenize(piece)]
 
     def _marked(self, value: Any) -> Any:
-        """The same with marks in all strings."""
+        """Replace special tokens by marks in all strings of a value."""
         if isinstance(value, str):
             return self._first.sub(lambda match: self._marks[match[0]], value)
         if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Tools of a request: the functions that the model may call, and what they and their calls become in a prompt.
 
-Templates that have no place for tools, such as those of Qwen2-VL and Qwen2.5-VL, are given the text that the templates
+Templates without tools, such as Qwen2-VL's and Qwen2.5-VL's, are given the text that the templates
 of Qwen2.5 and Qwen3 write: the Hermes format, functions within <tools> and calls within <tool_call>.
 """
 

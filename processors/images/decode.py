@@ -24,7 +24,7 @@ _VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI ", re.DOTALL)  # MP4 a
 # Bytes per pixel, measured as the growth of the resident size by images of 4000x4000 pixels: of the modes that do not
 # have four (RGB has an unused one); of the new RGB image, and of the arrays that 16 and 32 bits take; and of what a
 # format's decoder holds beside the image that it fills. Estimates are from 1 % below to 2.4 times what was measured:
-# those of HEIF and AVIF have slack on purpose.
+# HEIF and AVIF have slack on purpose.
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
 _RGB_BYTES = {"I;16": 5, "I;16B": 5, "I;16L": 5, "I;16N": 5, "I": 9, "F": 9}
 _DECODER_BYTES = {"WEBP": 8, "AVIF": 8, "HEIF": 8, "JPEG2000": 12, "FITS": 40}

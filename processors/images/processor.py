@@ -30,7 +30,7 @@ Config = TypeVar("Config", bound="ImageProcessorConfig")
 MAX_ASPECT_RATIO = 200
 FRAME = "a frame"  # what errors call what is resized, if it is no image
 
-# qwen-vl-utils' own bounds in tokens, which apply to an image part that carries sizes of its own.
+# qwen-vl-utils' own bounds in tokens, which apply to an image part that has its own sizes.
 PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
 LOW_TOKENS = 256  # of an image whose detail is "low", at most
@@ -150,7 +150,7 @@ def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
         if bound is not None:
             found.setdefault(name, bound)
     for name in ("image_mean", "image_std"):
-        if name in found:  # one number stands for all three channels
+        if name in found:  # one number applies to all three channels
             values = np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3)
             least = 1 / _LARGEST if name == "image_std" else -_LARGEST
             if not ((least <= values) & (values <= _LARGEST)).all():
@@ -236,7 +236,7 @@ def _most_pixels(part: dict, factor: int) -> int | None:
 def draft_for(
     config: ImageProcessorConfig, part: dict, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Draft | None:
-    """How small a JPEG may be decoded for an image part and a request's bounds; None for one with a size of its own."""
+    """How small a JPEG may be decoded for an image part and a request's bounds; None for a part with its own size."""
     if part.get("resized_height") and part.get("resized_width"):
         return None
     _, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)

@@ -37,12 +37,12 @@ def is_animation(head: bytes) -> bool:
 
 
 def animation_info(data: bytes, name: str, limits: VideoLimits, reserve: Reserve) -> VideoInfo:
-    """As `video_info`."""
+    """`video_info` of an animated image."""
     return _read(data, name, limits, reserve, lambda animation: animation.info)
 
 
 def decode_animation(data: bytes, name: str, plan: ClipPlan, limits: VideoLimits, reserve: Reserve) -> Clip:
-    """As `decode_video`; transparency is laid over white."""
+    """`decode_video` of an animated image; transparency is blended with white."""
 
     def take(animation: "_Animation") -> Clip:
         return sampled(name, animation.info, animation.frame_at, plan, limits, reserve)
@@ -66,7 +66,7 @@ class _Animation:
         limits.check(name, self.info)
 
     def frame_at(self, index: int) -> np.ndarray:
-        """What stands for index / average rate (see `is_later_shown`)."""
+        """The frame for the time index / average rate (see `is_later_shown`)."""
         at, period = index / self.info.fps, 1 / self.info.fps
         shown = bisect_right(self._starts, at) - 1
         while shown + 1 < len(self._starts) and is_later_shown(at, *self._starts[shown : shown + 2], period):

@@ -30,7 +30,7 @@ class VideoInfo:
 
 
 def is_later_shown(at: float, earlier: float, later: float, period: float) -> bool:
-    """Which of two successive frames stands for the time `at`, given when they begin.
+    """Which of two successive frames is taken for the time `at`, given when they begin.
 
     It is the one that is shown then. A frame that begins up to half a `period`, the average time of a frame, afterwards
     is taken if it is nearer: at a constant rate, rounded times give the same frame as exact ones.

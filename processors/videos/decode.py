@@ -1,6 +1,6 @@
 """Frames of a video file by PyAV (the extra `video`): those that are asked for, each resized as soon as it is decoded.
 
-The index of a frame stands for a time, index / average rate from the first frame on; what is shown at that time is
+The index of a frame means a time, index / average rate from the first frame on; what is shown at that time is
 taken, so that videos with a variable frame rate are sampled evenly in time.
 """
 

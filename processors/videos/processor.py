@@ -55,8 +55,8 @@ class VideoProcessorConfig(ImageProcessorConfig):
     def pixel_table(self) -> torch.Tensor:
         """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding for videos.
 
-        There rescaling is folded into mean and standard deviation, so that values differ from those of images in the
-        last bit.
+        There rescaling is folded into mean and standard deviation, so that values differ from images' in the last
+        bit.
         """
         scale, levels = 1.0 / self.rescale_factor, torch.arange(256, dtype=torch.float32)
         mean, std = (torch.tensor(x, dtype=torch.float32) * scale for x in (self.image_mean, self.image_std))
@@ -160,7 +160,7 @@ class ClipPlan:
         return prod(self.grid(info)) // self.config.merge_size**2
 
     def num_tokens_of(self, num_frames: int, info: VideoInfo) -> int:
-        """Placeholder tokens if so many frames are taken; raises RequestError as `sizes` does."""
+        """Placeholder tokens for `num_frames` frames; raises RequestError as `sizes` does."""
         return prod(self._grid(num_frames, info)) // self.config.merge_size**2
 
     def _grid(self, num_frames: int, info: VideoInfo) -> Grid:

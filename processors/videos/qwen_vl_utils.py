@@ -1,9 +1,9 @@
 """The keys of a video's part of a message, with the meaning that they have in qwen-vl-utils 0.0.14.
 
 It takes `fps` frames per second (2 by default), or `nframes`, evenly from the first to the last frame between
-`video_start` and `video_end`, and bounds the pixels of a frame by `min_pixels` and `max_pixels` and those of all frames
-by `total_pixels`. Of frames that are given as a list, `sample_fps` is their rate, and `raw_fps` that of the video whose
-first frames its timestamps take them for.
+`video_start` and `video_end`. It bounds the pixels of a frame by `min_pixels` and `max_pixels`, and the pixels of all
+frames by `total_pixels`. For a list of frames, `sample_fps` is their rate, and `raw_fps` is the rate of the video that
+they were sampled from; its timestamps treat them as the first frames of that video.
 """
 
 import math

@@ -163,7 +163,7 @@ class VideoStream:
         return upright_size(self._next.height, self._next.width, self._matrix)
 
     def shown(self, at: float, period: float) -> np.ndarray:
-        """The upright frame that stands for a time (see `is_later_shown`), (height, width, 3) uint8.
+        """The upright frame for a time (see `is_later_shown`), (height, width, 3) uint8.
 
         Times must not fall from call to call. Raises FramesEnded if the packets for this time cannot be decoded.
         """
@@ -253,7 +253,7 @@ class VideoStream:
     def _keyframe_times(self) -> list[float]:
         """Seconds at which keyframes are shown, as far as the index of the file has them.
 
-        It has decoding times, which precede those of showing by the same time for most keyframes.
+        It has decoding times, which precede presentation times by the same amount for most keyframes.
         """
         times = [entry.timestamp for entry in self._stream.index_entries if entry.is_keyframe]
         first = min(times, default=0)

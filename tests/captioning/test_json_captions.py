@@ -168,7 +168,7 @@ def test_the_command_names_its_options_in_errors(caption, folder, tmp_path):
     wrong = {
         "--schema has the keyword 'contains' at /": ["--schema", tmp_path / "schema.json"],
         "--schema absent.json cannot be read": ["--schema", "absent.json"],
-        "--preset tags-json has a schema of its own": ["--preset", "tags-json", "--schema", tmp_path / "schema.json"],
+        "--preset tags-json has its own schema": ["--preset", "tags-json", "--schema", tmp_path / "schema.json"],
     }
     for message, options in wrong.items():
         done = caption(folder, *options)

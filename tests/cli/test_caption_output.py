@@ -87,7 +87,7 @@ def test_failures_do_not_count_as_speed(caption, images, tmp_path):
     assert rows(err)["speed"] == "0.00 images/s" and "tokens/s" not in err
 
 
-def test_files_that_are_passed_over_are_counted_by_suffix(caption, images):
+def test_files_that_are_ignored_are_counted_by_suffix(caption, images):
     for name in ("a.PDF", "deep/b.pdf", "c.wav", "README", ".DS_Store", "x.a-b", "y.unusually-long"):
         (images / name).write_text("")
     (images / ".hidden").mkdir()
@@ -99,10 +99,10 @@ def test_files_that_are_passed_over_are_counted_by_suffix(caption, images):
         tar.add(images / ".hidden", "a-folder", recursive=False)
     want = "3 .pdf, 3 hidden, 2 with other suffixes, 1 without a suffix, 1 .wav, 1 .txt, 1 .json"
     _, _, err = caption(images)
-    assert sorted(rows(err)["passed over"].split(", ")) == sorted(want.split(", "))
-    assert "passed over" not in caption(images / "b.png")[2]
+    assert sorted(rows(err)["ignored"].split(", ")) == sorted(want.split(", "))
+    assert "ignored" not in caption(images / "b.png")[2]
     _, _, err = caption(f"{images}/*.??v", images / "b.png")  # only what the pattern matches
-    assert rows(err)["passed over"] == "1 .wav"
+    assert rows(err)["ignored"] == "1 .wav"
 
 
 def test_kinds_of_failures_have_no_details_of_one_image():

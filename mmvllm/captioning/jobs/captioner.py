@@ -331,7 +331,7 @@ def asked_of(item: Item) -> dict[str, float | None]:
 
 
 class PromptPrefetcher:
-    """Stands for a `Prefetcher` whose requests have several prompts: gives a request for each prompt.
+    """A `Prefetcher` of requests with several prompts; it gives one request per prompt.
 
     The first prompt of an image is given at once, the others when its tokens have been computed: then the KV of all
     that is before the prompt's text is in the prefix cache, and the image is not encoded again. Prompt i of the image

@@ -54,7 +54,7 @@ class EngineWorker:
 
     @property
     def engine_wait_share(self) -> float:
-        """That of `Captioner`."""
+        """Share of time the engine waited for images, in [0, 1]."""
         return self._captioner.engine_wait_share
 
     def submit(self, item: Item) -> "Future[dict]":
@@ -86,7 +86,7 @@ class EngineWorker:
         except BaseException as error:
             self._fail(error)
         for reply in self._replies.values():
-            reply.cancel()  # only those of a worker that was stopped are left
+            reply.cancel()  # only a stopped worker has any left
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

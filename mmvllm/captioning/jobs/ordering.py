@@ -32,7 +32,7 @@ def in_order(
 
 
 class InOrder(Generic[T]):
-    """Holds records back until those of all earlier tasks have been given.
+    """Holds records back until the records of all earlier tasks have been given.
 
     A thread that begins tasks waits in `limited`, so that at most `MAX_AHEAD` records are held, and hardly more bytes
     than `MAX_HELD_BYTES`.

@@ -1,4 +1,4 @@
-"""A captioning job with several engines on this machine, each in a process of its own.
+"""A captioning job with several engines on this machine, each in a separate process.
 
     TaskQueue ── a thread for each engine ── WorkerPool of one process ── exchange ── EngineWorker
 
@@ -114,7 +114,7 @@ class ProcessSource:
 
     @property
     def engine_wait_share(self) -> float:
-        """That of `Captioner`, the mean of all engines."""
+        """Mean share of time the engines waited for images, in [0, 1]."""
         return sum(engine.wait_share for engine in self._engines) / len(self._engines)
 
     def stop(self) -> None:

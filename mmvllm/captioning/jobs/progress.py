@@ -23,11 +23,11 @@ class Progress:
     def __init__(self):
         self.num_captioned = self.num_duplicates = self.num_failed = self.num_skipped = 0
         self.num_failed_before = 0
-        self.passed_over = Counts()  # files that are neither images nor videos, by suffix
+        self.ignored = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of the failures
         self.num_repetitions = 0  # captions that were ended because they repeated themselves
         self.num_tokens = 0  # of captions that the model wrote
-        self.num_cut = 0  # captions, with those of duplicates, whose object is not complete
+        self.num_cut = 0  # captions, including duplicates, whose JSON object is not complete
         self.num_clips = 0  # with a caption; a part of the above
         self.video_seconds = 0.0  # of these clips
         self.num_further_clips = 0  # that were found, beyond one for each video
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def images_per_second(self) -> float:
-        """Captions, with those of duplicates, by the time since the start of the run."""
+        """Captions, including duplicates, per second since the start of the run."""
         return (self.num_captioned + self.num_duplicates) / self.seconds
 
     @property
@@ -80,13 +80,13 @@ class Progress:
     def of_the_walk(self) -> dict[str, Any]:
         """What the search for images has counted, for `take` in another process."""
         numbers = {name: getattr(self, name) for name in _OF_THE_WALK}
-        return numbers | {"passed_over": dict(self.passed_over)}
+        return numbers | {"ignored": dict(self.ignored)}
 
-    def take(self, passed_over: dict[str, int], **numbers: int) -> None:
+    def take(self, ignored: dict[str, int], **numbers: int) -> None:
         """Take the counts of a search in another process, which may arrive in any order."""
         for name in _OF_THE_WALK:
             setattr(self, name, max(getattr(self, name), numbers[name]))
-        self.passed_over |= passed_over
+        self.ignored |= ignored
 
     def end(self) -> None:
         self._end = time.perf_counter()

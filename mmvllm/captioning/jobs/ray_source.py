@@ -34,7 +34,7 @@ MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cau
 class RaySource:
     """Makes the records of a worklist on Ray, which the constructor starts or joins.
 
-    The arguments are those of `caption_images`. Raises ValueError for options that do not fit the job or this machine,
+    See `caption_images` for the arguments. Raises ValueError for options that do not fit the job or this machine,
     and ConnectionError if there is no cluster.
     """
 

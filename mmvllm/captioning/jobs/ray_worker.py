@@ -49,7 +49,7 @@ class Chunk:
     num_skipped: int = 0  # by the walk, so far, as the three below
     num_failed_before: int = 0
     num_further_clips: int = 0
-    passed_over: dict[str, int] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
     actor: str = ""
     engine_wait_share: float = 0.0  # of that actor
     error: str | None = None  # of the job, not of an image

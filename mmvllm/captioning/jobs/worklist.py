@@ -31,7 +31,7 @@ SHORTEST_CLIP_SHARE = 0.25  # of the seconds of a clip; a last piece that is sho
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which images a run takes; the arguments are those of `caption_images`."""
+    """Which images a run takes; see `caption_images` for the arguments."""
 
     paths: list[str | PathLike]
     retry_failed: bool = False
@@ -44,10 +44,10 @@ class Selection:
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
             raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
 
-    def items(self, passed_over: Counts | None = None) -> Iterator[Item]:
+    def items(self, ignored: Counts | None = None) -> Iterator[Item]:
         """Find images and videos of this shard, in the order of `find_items`; raises ValueError if there are none."""
         num_found = 0
-        for item in find_items(self.paths, passed_over):
+        for item in find_items(self.paths, ignored):
             num_found += 1
             if self.shard is None or shard_of(item.path, self.shard[1]) == self.shard[0]:
                 yield item
@@ -85,7 +85,7 @@ class Worklist:
 
     def __iter__(self) -> Iterator[Task]:
         num_tasks = 0
-        for item in self.selection.items(self.progress.passed_over):
+        for item in self.selection.items(self.progress.ignored):
             for clip in self._clips(item):
                 task = self.admit(clip)
                 if task is not None:

@@ -70,7 +70,7 @@ class OutputFolder:
 
 
 class Output:
-    """Everything that a job writes; the arguments are those of `caption_images`. No file is changed before `begin`."""
+    """Everything that a job writes; see `caption_images` for the arguments. No file is changed before `begin`."""
 
     def __init__(
         self,

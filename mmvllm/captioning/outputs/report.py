@@ -228,7 +228,7 @@ def _further(record: dict) -> list[tuple[str | None, str]]:
 
 
 def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[list]:
-    """Of each box or point its place in per cent of the image, left, top, width and height, and its label."""
+    """Yield [left, top, width, height, label] of each box or point, in per cent of the image."""
     if not (isinstance(boxes, list) and width and height):
         return
     for box in boxes:

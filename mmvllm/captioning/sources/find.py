@@ -23,11 +23,11 @@ from mmvllm.captioning.sources.tars import PACKED
 from mmvllm.captioning.sources.walk import EVERYTHING, MAGIC, Walk, in_tar, match_pattern
 
 
-def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = None) -> Iterator[Item]:
+def find_items(paths: Sequence[str | os.PathLike], ignored: Counts | None = None) -> Iterator[Item]:
     """Find the images and videos in folders, glob patterns, tar shards, lists ("-" is standard input), URLs and files.
 
     Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
-    read is an item with an error. Other files in folders and tars, and hidden ones, are counted in `passed_over`.
+    read is an item with an error. Other files in folders and tars, and hidden ones, are counted in `ignored`.
 
     Raises ValueError, before the search, for a list that cannot be read and for a path that does not exist.
     """
@@ -40,7 +40,7 @@ def find_items(paths: Sequence[str | os.PathLike], passed_over: Counts | None = 
             open_list(path).close()
         if _kind(path) == "file" and not is_media_name(path) and not os.path.lexists(path):
             raise ValueError(f"{path}: there is no such file or folder")
-    return _find(given, Counts() if passed_over is None else passed_over)
+    return _find(given, Counts() if ignored is None else ignored)
 
 
 def _kind(path: str) -> str:
@@ -57,17 +57,17 @@ def _kind(path: str) -> str:
     return "list" if path.lower().endswith(lists.SUFFIXES) else "file"
 
 
-def _find(paths: list[str], passed_over: Counts) -> Iterator[Item]:
+def _find(paths: list[str], ignored: Counts) -> Iterator[Item]:
     followed: set[tuple] = set()
     for path in paths:
         kind = _kind(path)
         if kind == "folder":
             name = folder_name(path) if len(paths) > 1 else ""
-            yield from Walk(path, name, EVERYTHING, followed, passed_over).items()
+            yield from Walk(path, name, EVERYTHING, followed, ignored).items()
         elif kind == "pattern":
-            yield from match_pattern(path, followed, passed_over)
+            yield from match_pattern(path, followed, ignored)
         elif kind == "tar":
-            yield from in_tar(path, relative_path(PurePath(path).name), passed_over)
+            yield from in_tar(path, relative_path(PurePath(path).name), ignored)
         elif kind == "list":
             yield from in_list(path)
         else:

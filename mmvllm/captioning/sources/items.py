@@ -21,7 +21,7 @@ class Item:
         path: its name in the record: a file's path, a URL, "shard.tar/member.jpg", or "list.jsonl:12" (line 12).
         relative: its path below an output folder, separated by '/'; never empty, absolute or with '..'.
         source: what to load: a path, URL, data URI or tar member; None if there is an `error`.
-        id, prompt, context: those of this image or video, from a JSONL list.
+        id, prompt, context: from the entry of a JSONL list.
         beside: the text of the file beside the image, with `context_from`; `context` takes its place.
         error: why it cannot be loaded.
         is_video: whether it is a video, or a clip of one.
@@ -77,7 +77,7 @@ class Item:
         """`path`, absolute and without links to folders, so that it is equal however the path was typed.
 
         URLs, lines of standard input and items without a source have theirs unchanged. A link to a file keeps its own
-        name: it is an image of its own, with its own caption file.
+        name: it is a separate image, with its own caption file.
         """
         if self.source is None:
             return self.path

@@ -47,13 +47,13 @@ def _entries(path: str) -> Generator[os.DirEntry, None, None]:
 class Walk:
     """Walks a folder depth first; links to a folder above, and links to a folder in `followed`, are not followed.
 
-    Files that are passed over are counted in `passed_over`; with a pattern, only those that it matches.
+    Ignored files are counted in `ignored`; with a pattern, only files that match it.
     """
 
-    def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple], passed_over: Counts):
+    def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple], ignored: Counts):
         self.has_match = False  # or a folder that cannot be read
         self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
-        self._followed, self._passed_over = followed, passed_over
+        self._followed, self._ignored = followed, ignored
         self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
 
     def items(self) -> Iterator[Item]:
@@ -79,12 +79,12 @@ class Walk:
         path = os.path.join(folder.path, entry.name)
         relative = f"{folder.relative}/{entry.name}" if folder.relative else entry.name
         if not pattern and () in folder.pattern:
-            self._passed_over.add(HIDDEN)
+            self._ignored.add(HIDDEN)
         elif _is_folder(entry):
             if pattern and self._may_enter(entry, pattern):
                 self._stack.append(_Folder(path, relative, pattern, _identity(path), _entries(path)))
         elif () in pattern:
-            yield from _file(path, relative, self._passed_over)
+            yield from _file(path, relative, self._ignored)
 
     def _may_enter(self, entry: os.DirEntry, pattern: Pattern) -> bool:
         if not _is_link(entry):
@@ -102,14 +102,14 @@ def _unreadable(folder: _Folder, error: OSError) -> Item:
     return Item(folder.path, relative, None, error=f"folder cannot be read ({error.strerror})")
 
 
-def _file(path: str, relative: str, passed_over: Counts) -> Iterator[Item]:
+def _file(path: str, relative: str, ignored: Counts) -> Iterator[Item]:
     if is_media_name(path):
         source = os.path.join(".", path) if _NO_PATH.match(path) else path
         yield Item(path, relative, source, is_video=is_video_name(path))
     elif path.lower().endswith(".tar"):
-        yield from in_tar(path, relative, passed_over)
+        yield from in_tar(path, relative, ignored)
     else:
-        passed_over.add(kind_of_file(path))
+        ignored.add(kind_of_file(path))
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
@@ -131,7 +131,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def match_pattern(path: str, followed: set[tuple], passed_over: Counts) -> Iterator[Item]:
+def match_pattern(path: str, followed: set[tuple], ignored: Counts) -> Iterator[Item]:
     # Not glob.iglob: it reads whole folders into memory, recurses, and never ends on links that form a cycle.
     parts = PurePath(path).parts
     if path.endswith(("/", os.sep, "**")):  # the path before it must be a folder
@@ -139,7 +139,7 @@ def match_pattern(path: str, followed: set[tuple], passed_over: Counts) -> Itera
     fixed = list(takewhile(lambda part: not MAGIC.search(part), parts))
     root = os.path.join("", *fixed)
     if os.path.isdir(root or "."):
-        walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed, passed_over)
+        walk = Walk(root, "", _with_skipped({parts[len(fixed) :]}), followed, ignored)
         yield from walk.items()
         if walk.has_match:
             return
@@ -168,9 +168,9 @@ def _with_skipped(pattern: set[tuple[str, ...]]) -> Pattern:
     return frozenset(after)
 
 
-def in_tar(tar: str, relative: str, passed_over: Counts) -> Iterator[Item]:
+def in_tar(tar: str, relative: str, ignored: Counts) -> Iterator[Item]:
     def count(name: str) -> None:
-        passed_over.add(HIDDEN if is_hidden(name) else kind_of_file(name))
+        ignored.add(HIDDEN if is_hidden(name) else kind_of_file(name))
 
     try:
         with closing(tar_members(tar, count)) as members:

@@ -7,7 +7,7 @@ from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids,
 
 MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
 
-# Those of transformers' Qwen2_5_VLVisionConfig, because published configs rely on them.
+# Defaults of transformers' Qwen2_5_VLVisionConfig, because published configs rely on them.
 VISION_DEFAULTS = {
     "depth": 32,
     "hidden_size": 3584,

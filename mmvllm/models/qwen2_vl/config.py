@@ -6,7 +6,7 @@ from mmvllm.models.hf_config import decoder_fields, special_token_ids, vision_fi
 TEXT_ONLY = "Qwen2ForCausalLM"
 MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
 
-# Those of transformers' Qwen2VLVisionConfig, because published configs rely on them.
+# Defaults of transformers' Qwen2VLVisionConfig, because published configs rely on them.
 VISION_DEFAULTS = {
     "depth": 32,
     "embed_dim": 1280,

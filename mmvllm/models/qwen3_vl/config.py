@@ -11,7 +11,7 @@ DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForCond
 MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
 HEAD_DIM = 128  # of dense configs that leave it out
 
-# Those of transformers' Qwen3VLVisionConfig, for configs that leave them out.
+# Defaults of transformers' Qwen3VLVisionConfig, for configs that leave them out.
 VISION_DEFAULTS = {
     "depth": 27,
     "hidden_size": 1152,
@@ -26,7 +26,7 @@ VISION_DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
-# Those of transformers' Qwen3VLMoeTextConfig.
+# Defaults of transformers' Qwen3VLMoeTextConfig.
 EXPERTS_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
 
 
@@ -36,8 +36,8 @@ class Qwen3VLVisionConfig(VisionConfig):
 
     Args:
         num_position_embeddings: learned positions, of a square grid.
-        deepstack_visual_indexes: the blocks whose outputs are rows for the decoder, too: those of the i-th of these
-            blocks for its i-th layer.
+        deepstack_visual_indexes: the blocks whose outputs are embeddings too (DeepStack): the i-th block's are
+            added in the decoder's i-th layer.
     """
 
     num_position_embeddings: int

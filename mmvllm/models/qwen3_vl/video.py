@@ -12,7 +12,7 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
-    """Settings with the rules of transformers' Qwen3VLVideoProcessor: bounds of pixels are those of all frames."""
+    """Settings with the rules of transformers' Qwen3VLVideoProcessor: pixel bounds apply to all frames together."""
 
     def sampled(self, info: VideoInfo, fps: float | None, num_frames: int | None) -> list[int]:
         total = info.total_num_frames
@@ -38,7 +38,7 @@ class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
         return resized[0], resized[1]
 
 
-# Those of transformers' Qwen3VLVideoProcessor, for checkpoints that leave them out.
+# Defaults of transformers' Qwen3VLVideoProcessor, for checkpoints that leave them out.
 VIDEO_DEFAULTS = Qwen3VLVideoProcessorConfig(
     min_pixels=128 * 32 * 32,
     max_pixels=768 * 32 * 32,

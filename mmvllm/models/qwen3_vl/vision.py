@@ -71,9 +71,9 @@ class Qwen3VLVisionTransformer(nn.Module):
         return PatchLayout((vision_positions(grids, merge_size), *taps), (frames(grids),))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> rows (M, mm_embed_size).
+        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, mm_embed_size).
 
-        A row is that of the last block, and then those of the blocks that `deepstack_visual_indexes` names.
+        An embedding is the output of the last block, then of the blocks that `deepstack_visual_indexes` names.
         """
         c, (positions, *taps), (segments,) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)

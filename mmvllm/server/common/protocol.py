@@ -160,7 +160,7 @@ class VideoIoKwargs(StrictModel):
         return self
 
     def as_processor_kwargs(self) -> dict[str, Any]:
-        """The same, as fields of `mm_processor_kwargs`."""
+        """The equivalent fields of `mm_processor_kwargs`."""
         if self.num_frames == ALL_FRAMES:
             return {"do_sample_frames": False} if self.fps is None else {"fps": self.fps}
         return {"fps": self.fps, "num_frames": self.num_frames}

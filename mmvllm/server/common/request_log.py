@@ -34,7 +34,7 @@ class RequestRecord:
 
     @property
     def completions(self) -> list[CompletionOutput]:
-        """Those of all prompts; embeddings have none."""
+        """The completions of all prompts; embeddings have none."""
         outputs = self.outputs if self.job.pooling is None else ()
         return [one for output in outputs for one in output.completions]
 
@@ -54,7 +54,7 @@ class RequestLog:
     """Writes lines to the logger `mmvllm.requests`.
 
     Args:
-        mode: "facts" for what tells nothing of a prompt, "full" for its texts and those of the completions, too.
+        mode: "facts" for what tells nothing of a prompt, "full" for the texts of prompt and completions, too.
     """
 
     def __init__(self, mode: str | None):
@@ -95,7 +95,7 @@ def _tokens(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _seconds(record: RequestRecord) -> dict[str, float | None]:
-    """Of several prompts, the longest."""
+    """The times of a request; the longest of several prompts."""
     metrics = [output.metrics for output in record.outputs]
     return {
         "preparation_s": _longest(each.preparation_time for each in metrics),

@@ -36,7 +36,7 @@ class ServedModels:
         return self._engine.max_model_len
 
     def names(self) -> list[str]:
-        """All names, those of the model first."""
+        """All names, the model's first."""
         return [*self._names, *self._adapters]
 
     def find(self, given: str | None) -> tuple[str, LoRARequest | None]:

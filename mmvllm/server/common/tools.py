@@ -296,7 +296,7 @@ def _free_grammar(
     is_parallel: bool,
     tokenizer: Any,
 ) -> str | None:
-    """Of a completion that may have calls; None where it may be anything."""
+    """The grammar of a completion that may have calls; None if it is unconstrained."""
     if structured is None and not any(enforced):
         return None
     functions = [

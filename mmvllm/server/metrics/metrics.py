@@ -121,7 +121,7 @@ COUNTERS = {
 
 
 class _EngineCollector:
-    """The engine's statistics, collected when the metrics are requested; those of several engines by engine."""
+    """The engine's statistics, collected when the metrics are requested; several engines are labelled."""
 
     def __init__(self, engine: AsyncLLM):
         self._engine = engine

@@ -1,4 +1,4 @@
-"""The chat that a request of OpenAI's Responses API stands for."""
+"""Translates requests of OpenAI's Responses API to chats."""
 
 from collections.abc import Sequence
 
@@ -59,7 +59,7 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
 
 
 def _tool_choice(choice: str | ToolName | AllowedToolNames | None) -> str | dict | None:
-    """As chats have it: nested."""
+    """Translate the tool choice to a chat's, which is nested."""
     if isinstance(choice, ToolName):
         return {"type": choice.type, choice.type: {"name": choice.name}}
     if isinstance(choice, AllowedToolNames):
@@ -68,7 +68,7 @@ def _tool_choice(choice: str | ToolName | AllowedToolNames | None) -> str | dict
 
 
 def _response_format(body: ResponsesRequest) -> dict | None:
-    """As chats have it: with a schema in an object of its own."""
+    """Translate the format to a chat's, which has the schema in a nested object."""
     given = body.text.format if body.text else None
     if not isinstance(given, JsonSchemaFormat):
         return None if given is None else given.model_dump()

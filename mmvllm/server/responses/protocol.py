@@ -165,7 +165,7 @@ def _input_tag(given: Any) -> str:
 
 
 class FunctionTool(FunctionDefinition):
-    """A function as the Responses API has it: without an object of its own."""
+    """A function of the Responses API: its fields are not nested."""
 
     type: Literal["function"]
 
@@ -202,7 +202,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class JsonSchemaFormat(NamedSchema):
-    """A schema as the Responses API has it: without an object of its own."""
+    """A schema of the Responses API: its fields are not nested."""
 
     type: Literal["json_schema"]
 

@@ -429,7 +429,7 @@ def test_the_command(folder, out, capsys):
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size is for an engine"),
         (["--data-parallel-size", "auto"], "--data-parallel-size is for an engine"),
         (["--worker-processes"], "--worker-processes is for an engine"),
-        (["--executor", "ray"], "--executor ray makes engines of its own"),
+        (["--executor", "ray"], "--executor ray makes engines itself"),
         (["--min-pixels", "9"], "--min-pixels is not sent to a server"),
     ],
 )

@@ -268,7 +268,7 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     (folder / "notes.pdf").touch()
     (left, end) = chunks(here, index.dump(retry=False))
     assert (left.items, end.num_skipped, end.num_failed_before) == (items[4:], 4, 1)
-    assert end.passed_over == {".pdf": 1}
+    assert end.ignored == {".pdf": 1}
     (again, end) = chunks(job([folder], retry_failed=True), index.dump(retry=True))
     assert (again.items, end.num_skipped) == (items[:1], 5)
 

@@ -30,7 +30,7 @@ NAMES = [
     "\u2028\x85",
     "50%",
 ]
-NO_FILE = "is not a file of its own, so no caption file can be beside it; choose an output folder"
+NO_FILE = "is not a separate file, so no caption file can be beside it; choose an output folder"
 AROUND = {"prefix": 'He said "hé" 🐈,\n', "suffix": "\r\n\u2028;\t'end'"}
 
 

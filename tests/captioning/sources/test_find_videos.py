@@ -17,9 +17,9 @@ def found(*paths) -> dict[str, bool]:
 
 def test_videos_are_found_in_folders_patterns_and_tars(tmp_path):
     folder = put(tmp_path / "media", "a.mp4", "b.PNG", "deep/c.WebM", "d.gif", ".e.mp4", "f.wav")
-    passed_over = Counts()
-    names = [item.relative for item in find_items([folder], passed_over)]
-    assert names == ["a.mp4", "b.PNG", "d.gif", "deep/c.WebM"] and passed_over == {"hidden": 1, ".wav": 1}
+    ignored = Counts()
+    names = [item.relative for item in find_items([folder], ignored)]
+    assert names == ["a.mp4", "b.PNG", "d.gif", "deep/c.WebM"] and ignored == {"hidden": 1, ".wav": 1}
     assert found(folder) == {"a.mp4": True, "b.PNG": False, "d.gif": False, "deep/c.WebM": True}
     assert found(folder / "**/*.[mW]*") == {"a.mp4": True, "deep/c.WebM": True}
     assert found(folder / "a.mp4") == {"a.mp4": True}
