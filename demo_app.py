@@ -1,4 +1,4 @@
-"""The same as `mmvllm demo`: `python demo_app.py` serves a chat page for images and videos with the bundled model."""
+"""`mmvllm demo` without installation: serves a chat page for images and videos with the bundled model."""
 
 import sys
 

@@ -3,8 +3,8 @@
     python examples/quantization_loss.py --scenes 100
 
 Asks the same questions about held-out scenes in float32, in bfloat16, with each kind of quantization of the weights and
-of the KV cache, on a CPU: the products of fp8 are those of its reference, which is slow. Further checkpoints, say
-quantized ones of the same model, are compared with `--checkpoint FOLDER`. Logits are those of an answer's first token.
+of the KV cache, on a CPU: fp8 uses the reference, which is slow. Further checkpoints, say
+quantized ones of the same model, are compared with `--checkpoint FOLDER`. Logits are taken at an answer's first token.
 """
 
 import argparse

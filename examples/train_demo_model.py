@@ -290,7 +290,7 @@ class Trainer:
         self.seconds, self.steps = 60 * minutes, steps or math.inf
         self.step, self.spent = 0, 0.0
         self._rows = []
-        # The rows that the decoder gets: those of the merger may be in another order.
+        # The embeddings that the decoder gets; the merger's may be in another order.
         self.model.model.visual.register_forward_hook(lambda module, args, out: self._rows.append(out.pooler_output))
 
     @property

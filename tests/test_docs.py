@@ -84,7 +84,7 @@ def test_blocks_run(path, folder, monkeypatch, request):
 
 
 def run_python(block: Block, text: str, names: dict) -> None:
-    # The empty lines make the numbers in tracebacks those of the document.
+    # The empty lines make line numbers in tracebacks match the document.
     exec(compile("\n" * (block.line - 1) + text, str(block.path), "exec"), names)
 
 
@@ -160,7 +160,7 @@ def test_links_lead_somewhere(path):
 
 
 def anchors(path: Path) -> list[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", prose_of(path), re.M)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 

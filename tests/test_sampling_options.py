@@ -80,9 +80,9 @@ NOT_WARMED_UP = {
     "detokenize": "takes no path of the sampler",
     "extra_args": FOR_CALLERS,
     "logprob_token_ids": "runs the same kernels as logprobs",
-    **dict.fromkeys(BEAMS, "its path has no kernels but those of the others"),
+    **dict.fromkeys(BEAMS, "its path has no kernels but the others'"),
 }
-OTHER_NAMES = {"structured": "structured_outputs"}  # those of vLLM's server
+OTHER_NAMES = {"structured": "structured_outputs"}  # in vLLM's server
 NOT_OVER_HTTP = {
     "logits_processors": "functions cannot be sent",
     "detokenize": "responses have texts",

@@ -1,10 +1,10 @@
-"""Attacks a server of its own on this machine, and checks that other clients do not notice.
+"""Starts a server on this machine, attacks it, and checks that other clients do not notice.
 
     pip install ".[serve,test]" && python examples/benchmarks/attack.py
 
 Starts `mmvllm serve` with the bundled model on a free port of 127.0.0.1. Hostile images, malformed HTTP, forged bodies,
 stalled connections, clients that hang up and too many requests arrive at once, while other clients ask about
-`examples/images` and read health and metrics. The answers must be those of an undisturbed server and arrive in time.
+`examples/images` and read health and metrics. The answers must equal an undisturbed server's and arrive in time.
 Afterwards memory, open files, threads and requests in flight must be back where they were, and the log must be empty.
 Prints a table, and exits with 1 if a check fails. Needs about `--seconds` and one minute.
 """

@@ -177,7 +177,7 @@ def batch(args: argparse.Namespace, stack: ExitStack) -> Method:
 
 
 def loop(args: argparse.Namespace, stack: ExitStack) -> Method:
-    """The same engine, with one image after another."""
+    """Caption one image after another with the same engine."""
     llm, params = open_llm(args, stack), SamplingParams(max_tokens=args.max_tokens)
 
     def answer(path: Path) -> tuple[str | None, int]:
@@ -253,7 +253,7 @@ def measure_method(name: str, paths: list[Path], args: argparse.Namespace) -> Me
 
 
 def measures(measurement: Measurement, baseline: Measurement, sizes: dict[str, int]) -> dict[str, float | None]:
-    """The reported numbers; `sizes` are bytes by path. Captions are compared with those of `caption_images`."""
+    """The reported numbers; `sizes` are bytes by path. Captions are compared with `caption_images`'."""
     captions = {path: caption for path, (caption, _) in measurement.answers.items()}
     return {
         "files": len(captions),

@@ -4,7 +4,7 @@
 
 Half of the images are PNGs of a few hundred bytes that declare 8000x8000 pixels, half BLP textures that do (only
 captioning reads those; the server refuses them). Each fails after its decoder has allocated the whole image, 256 MB.
-Captioning runs in this process, the server as a process of its own, with the bundled model. Ordinary images come first,
+Captioning runs in this process, the server in another process, with the bundled model. Ordinary images come first,
 so that libraries and caches are loaded. Prints the resident size before, the peak, and after; exits with 1 if it is
 more than 5 % larger afterwards.
 """

@@ -20,7 +20,7 @@ IMAGES = Path(__file__).resolve().parent.parent / "images"
 
 
 def draw(folder: Path, count: int, side: int) -> None:
-    """Write images of side x side pixels, different from those of folders of another size."""
+    """Write images of side x side pixels, different from images in folders of other sizes."""
     from mmvllm.bench.workload import encoded, smooth_noise
 
     folder.mkdir(parents=True)

@@ -6,9 +6,9 @@
 Draws 20 small images in folders and a tar, with duplicates and broken files, and captions them with the bundled
 model in every format, beside the images and in an output folder. Each job is killed again and again, at moments spread
 over start, model load, run and end, drawn from a seed: four times in six by SIGKILL, once by SIGTERM, once by a double
-SIGINT. When it has finished, its records are compared with those of an undisturbed run (without times, and without
+SIGINT. When it has finished, its records are compared with an undisturbed run's (without times, and without
 which of equal images is the original) and its caption files byte by byte. Then the next job begins, until N kills are
-done. Prints a table; the exit code is 1 if anything differs. Each run is a process of its own, forked from one that has
+done. Prints a table; the exit code is 1 if anything differs. Each run is a process, forked from one that has
 imported torch. With several engines, an engine is killed some time before each run is, which it survives. Processes
 that a run has left behind are counted. Linux only.
 """
@@ -108,7 +108,7 @@ def draw(folder: Path, seed: int = 0, number: int = 4) -> None:
 
 
 def start(job: Job, folder: Path, num_engines: int) -> int:
-    """Begin a run of the job in a process of its own; returns its id."""
+    """Begin a run of the job in a new process; returns its id."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid

@@ -4,7 +4,7 @@
 
 Needs no model. Requests of four kinds go to 1 to 64 simulated engines, with a constant number in flight. Each engine
 has a prefix cache of blocks and an encoder cache of images, both least recently used first out. Fingerprints and
-choices are those of `mmvllm.parallel.router`. Printed for each kind, number of engines and policy:
+choices are made by `mmvllm.parallel.router`. Printed for each kind, number of engines and policy:
 
 - tokens: the share of prompt tokens that the engine found in its prefix cache.
 - images: the share of images that were not encoded, because the prefix cache or the encoder cache had them.

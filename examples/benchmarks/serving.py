@@ -178,7 +178,7 @@ class ServerProcess:
             await asyncio.sleep(SAMPLE_S)
 
     def num_open(self) -> int:
-        """The number of open files and sockets, without those of the processes that decode images.
+        """The number of open files and sockets, without the processes that decode images.
 
         The server starts these processes as it needs them, up to one per core.
         """

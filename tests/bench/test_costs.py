@@ -67,7 +67,7 @@ def test_operations_of_a_prompt_and_of_a_decode_step(folder, model):
     prompt = torch.zeros(1, T, dtype=torch.int64)
     output = {}
     flops = count_flops(lambda: output.update(model(prompt, use_cache=True, logits_to_keep=1)))
-    # Eager attention computes the products of every token with all keys, and masks those of later tokens.
+    # Eager attention computes the products of every token with all keys, and masks later tokens.
     assert flops == costs.decoder_flops(T, T * T) + costs.head_flops(1)
     name = "cache" if "cache" in output else "past_key_values"  # until transformers 5.23
     flops = count_flops(lambda: model(prompt[:, :1], **{name: output[name]}))

@@ -1,4 +1,4 @@
-"""The same image is recorded once, however its path is typed; other images with an equal relative path are not."""
+"""An image is recorded once, however its path is typed; other images with an equal relative path are not."""
 
 import os
 import shutil

@@ -104,7 +104,7 @@ def test_quantized_checkpoints_are_described_or_refused(info, checkpoint, tmp_pa
 
 
 def test_memory_by_dtype(info):
-    """Weights, the KV cache and the encoder cache; the kinds of quantization are those of a CPU."""
+    """Weights, the KV cache and the encoder cache; the kinds of quantization are a CPU's."""
     sizes = ("--cpu-kvcache-bytes", str(64 * 2**20), "--encoder-cache-bytes", str(32 * 2**20))
     rows = info(*sizes)[1][BY_DTYPE]
     assert list(rows) == ["float32", "bfloat16", "float16", "int8", "int4"]

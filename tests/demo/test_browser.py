@@ -64,7 +64,7 @@ def test_the_tokens_of_an_image_are_hidden_once_the_question_is_sent(chromium, s
         tab.add(SCENE)
         cost = tab.page.locator("#cost")
         until(lambda: cost.inner_text() == "42 picture tokens")
-        tab.box.press("Enter")  # without text, whose change would be an event of its own
+        tab.box.press("Enter")  # without text, whose change would be another event
         until(lambda: cost.inner_text().startswith("Up to 3 pictures"))
         tab.finished(1)
 

@@ -259,7 +259,7 @@ def test_an_upload_is_no_larger_than_a_question(route_filter):
 
 
 def test_concurrent_uploads_share_the_space(route_filter):
-    """Of two uploads of 3 MiB one is accepted, and reserves its space until it is complete."""
+    """One of two uploads of 3 MiB is accepted, and reserves its space until it is complete."""
     may_end, seen = asyncio.Event(), []
 
     async def slow(scope, receive, send):

@@ -133,7 +133,7 @@ def test_a_wrong_argument_of_score_is_named(requests, continuations, words, llm)
 @pytest.mark.thinned(2)
 @every_family
 def test_embeddings_are_served_beside_completions(checkpoint, reference, request):
-    """Each family in an AsyncLLM: vectors are those of transformers."""
+    """Each family in an AsyncLLM: vectors equal transformers'."""
 
     @async_test
     async def run():

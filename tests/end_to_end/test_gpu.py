@@ -107,7 +107,7 @@ def test_seeded_requests_are_reproducible(params, checkpoint, make_llm):
 
 @every_family
 def test_preemption(checkpoint, make_llm):
-    """The completions need more blocks than there are; they equal those of a CPU with enough blocks."""
+    """The completions need more blocks than there are; they equal a CPU's with enough blocks."""
     few = make_llm(checkpoint, device="cuda", kvcache_block_size=4, num_kvcache_blocks=30, enable_prefix_caching=False)
     requests = list(REQUESTS.values())
     assert run_at_once(few, requests) == run_at_once(make_llm(checkpoint), requests)

@@ -15,7 +15,7 @@ both_ways = pytest.mark.parametrize("make_llm", [False, True], ids=["plain", "ah
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 IMAGE, CLIP = noise_image(91, 64, 1), frames(6, 84, 56, 2)
-# Two temporal patches of CLIP and one of its own; three equal ones; more temporal patches than rows or columns.
+# Two temporal patches of CLIP and a new one; three equal ones; more temporal patches than rows or columns.
 SHARING, STILL, LONG = CLIP[2:] + frames(2, 84, 56, 3), CLIP[:1] * 6, frames(12, 56, 56, 4)
 REQUESTS = {
     "text": ask("Count the shapes."),

@@ -83,7 +83,7 @@ def test_same_tokens_as_with_the_references(budget, shape, number, checkpoints, 
 
 @pytest.mark.slow
 def test_same_tokens_in_8_bit_floats(checkpoints, make_llm, monkeypatch, request):
-    """The products are those of the reference, because only GPUs have others."""
+    """The products are the reference's, because only GPUs have others."""
     round_to_e4m3_exactly(monkeypatch)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     options = {"kvcache_block_size": 4, "quantization": "fp8"}

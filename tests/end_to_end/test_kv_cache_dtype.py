@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: the same tokens however steps are cut, and logits near those of the plain cache."""
+"""Keys and values in 8 bits: the same tokens however steps are cut, and logits near the plain cache's."""
 
 from dataclasses import replace
 from functools import partial
@@ -102,7 +102,7 @@ def test_the_engine_on_the_kernels(checkpoint, make_llm, alone, monkeypatch):
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_half_the_memory_and_a_scale_for_each_head(name):
-    """Of the sizes of Qwen2-VL-2B: 128 values of 1 byte and a scale of 4, in place of 256 bytes."""
+    """At the sizes of Qwen2-VL-2B: 128 values of 1 byte and a scale of 4, in place of 256 bytes."""
     config = replace(
         load_config(BUNDLED), num_hidden_layers=28, num_key_value_heads=2, head_dim=128, mrope_section=None
     )

@@ -32,7 +32,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def adapters(checkpoints, tmp_path_factory):
-    """Of a shape: an adapter for each of ADAPTERS."""
+    """A function of a shape: an adapter for each of ADAPTERS."""
     made = {}
 
     def of(shape: str) -> dict[str, LoRARequest]:
@@ -49,7 +49,7 @@ def adapters(checkpoints, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoints, adapters, tmp_path_factory):
-    """Of a shape: tokens of REQUESTS with no adapter (None) and with each, merged by PEFT and run alone."""
+    """A function of a shape: tokens of REQUESTS with no adapter (None) and with each, merged by PEFT and run alone."""
     from mmvllm import LLM
 
     made = {}
@@ -167,7 +167,9 @@ def test_caches_are_shared_by_equal_adapters_only(checkpoints, adapters, make_ll
         hits.append(llm.generate_multimodal([REQUESTS[0]], GREEDY, lora_request=adapter)[0].num_cached_tokens)
     assert hits[:3] == [0, 0, 0] and hits[3] > 0 and hits[4] == hits[3]
     cache = llm.engine.encoder_cache
-    assert cache.num_lookups == 3 and cache.num_hits == 1, "the ViT's rows are those of no adapter, unless it adapts it"
+    assert cache.num_lookups == 3 and cache.num_hits == 1, (
+        "embeddings do not depend on an adapter that leaves the ViT alone"
+    )
 
 
 def test_a_changed_folder_is_another_adapter(checkpoints, adapters, expected, make_llm, tmp_path):

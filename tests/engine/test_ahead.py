@@ -130,7 +130,7 @@ def test_a_stop_token_at_each_position(make_pair):
 @pytest.mark.slow
 @every_family
 def test_buffers_that_are_reused_by_every_step(make_pair, replayed):
-    """As with CUDA graphs: inputs and logits of a step overwrite those of the previous one."""
+    """Inputs and logits of a step overwrite the previous step's, as with CUDA graphs."""
     plain, ahead = make_pair(enforce_eager=True)
     ahead.engine.model_runner.capture_graphs(8, ahead.engine.max_model_len)
     assert run(ahead, MIXED, LATER) == run(plain, MIXED, LATER)

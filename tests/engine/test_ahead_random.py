@@ -1,4 +1,4 @@
-"""Random runs with steps launched ahead: completions equal those of a request that runs alone."""
+"""Random runs with steps launched ahead: completions equal a lone request's."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -139,7 +139,7 @@ def test_few_blocks(spare_blocks, caching, checkpoint, make_llm, expected):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("which", [0, -1, None])
 def test_preemption_at_each_step(which, caching, checkpoint, make_llm, expected):
-    """Of the first of the beams, of the last of them, or of all."""
+    """The first beam is preempted, or the last one, or all."""
     llm = make_llm(checkpoint, enable_prefix_caching=caching, max_num_batched_tokens=30)
     engine, scheduler = llm.engine, llm.engine.scheduler
     prompt, step, steps = llm.processor(REQUESTS["two apart"]), 0, 1

@@ -34,7 +34,7 @@ def step(code: str, name: str = "step", **options) -> RunStep:
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Run the program with these stages in place of its own -> the results."""
+    """Run the program with these stages instead of its stages -> the results."""
 
     def run(*own: Stage, arguments: tuple = ()) -> dict:
         monkeypatch.setattr(first_gpu_run, "stages", lambda output, small: own)

@@ -38,7 +38,7 @@ def fields_table(cls: type) -> str:
 
 
 def command_table(command: str) -> str:
-    """The options of a command, without those of the engine."""
+    """The options of a command, without the engine's."""
     parser = argparse.ArgumentParser()
     import_module(f"mmvllm.cli.{command}").add_arguments(parser)
     actions = [action for group in parser._action_groups if group.title != "engine" for action in group._group_actions]

@@ -150,7 +150,7 @@ def test_adjacent_tokens_have_adjacent_intervals(device):
 
 @pytest.mark.slow
 def test_top_k_distinguishes_adjacent_floats(device):
-    """Of decreasing logits, a uniform of almost 1 draws the last that is kept."""
+    """A uniform of almost 1 draws the last of decreasing logits that is kept."""
     logits = torch.tensor([1.5, 1.0, 0.0, -1.0, -1.5])
     below = torch.nextafter(logits, torch.tensor(-INF))
     logits = torch.stack([logits, below, torch.nextafter(below, torch.tensor(-INF))], dim=1)
@@ -181,7 +181,7 @@ def test_invalid_rows_have_no_token_and_do_not_affect_others(temperature, device
 
 
 def test_numbers_are_those_of_stream_and_index(device):
-    """Of V equally likely tokens, the number says which is drawn."""
+    """The number says which of V equally likely tokens is drawn."""
     V, indices = 1000, torch.tensor([0, 1, 2, 1000, 10**6])
     streams = torch.tensor([stream_of(seed) for seed in (0, 1, 2**64 - 1, 2**63, 7)])
     params = row_params(5, V, stream=streams, num_prompt_tokens=30, device=device)

@@ -1,4 +1,4 @@
-"""Layers of ranks that have a part of the weights each: their results add up to those of the whole layer."""
+"""Layers of ranks that have a part of the weights each: their results add up to the whole layer's."""
 
 import pytest
 import torch

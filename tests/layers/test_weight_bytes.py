@@ -1,4 +1,4 @@
-"""The predicted bytes of weights are those of the tensors that a loaded and packed model holds."""
+"""The predicted bytes of weights equal the bytes that a loaded and packed model holds."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def tensors_of(held: object) -> Iterator[Tensor]:
-    """Of packed weights, and of lists of them."""
+    """The tensors of packed weights, and of lists of them."""
     if isinstance(held, Tensor):
         yield held
     elif isinstance(held, list | tuple):
@@ -34,7 +34,7 @@ def tensors_of(held: object) -> Iterator[Tensor]:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Of all parameters and packed weights, each storage once."""
+    """The bytes of all parameters and packed weights, each storage once."""
     sizes = {}
     held = [*model.parameters(), *model.buffers()]
     for tensor in [*held, *tensors_of([getattr(module, "method", None) for module in model.modules()])]:

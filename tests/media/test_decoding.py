@@ -1,4 +1,4 @@
-"""Images decoded in worker processes are those of the policy, and so are its errors."""
+"""Images decoded in worker processes equal the policy's, and so do its errors."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Videos decoded in worker processes are those of the policy, and so are its errors; images do without torch."""
+"""Videos decoded in worker processes equal the policy's, and so do its errors; images do without torch."""
 
 import sys
 from collections.abc import Iterator

@@ -104,7 +104,7 @@ def test_a_missing_head_size_is_that_of_transformers(shape, checkpoints, folder_
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", RICHEST)
 def test_the_head_is_tied_as_in_transformers(shape, checkpoints, folder_of):
-    """Of the value at the top and the one in `text_config`, each family of transformers reads another."""
+    """Families of transformers read the value at the top, or the one in `text_config`."""
     for top, inner in product((None, False, True), repeat=2):
         config = saved(checkpoints(shape))
         for part, value in ((config, top), (config["text_config"], inner)):

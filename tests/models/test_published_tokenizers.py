@@ -110,7 +110,7 @@ def reference_ids(published: tuple, request: dict, **template_arguments) -> list
 
 
 def joined(message: dict) -> dict:
-    """As templates of text-only models take it: a string instead of parts."""
+    """A message of a text-only model's template: a string instead of parts."""
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 

@@ -103,7 +103,7 @@ def test_a_missing_tensor_is_named_as_published(name, load):
 
 @pytest.mark.slow
 def test_published_shards_are_read(tmp_path):
-    """As files, with their index."""
+    """The shards are files, with their index."""
     name = WITH_INDEX[0]
     index, shapes = read_index(name), published_shapes(name)
     shards = defaultdict(dict)

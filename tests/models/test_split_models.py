@@ -50,7 +50,7 @@ def a_batch(vocab_size: int, logits_indices: Sequence[int], num_tokens: int) -> 
 
 
 def image_rows(model: Model) -> torch.Tensor:
-    """Of a random image, if the model has a ViT."""
+    """Embeddings of a random image, if the model has a ViT."""
     vision, dtype = model.config.vision, next(model.parameters()).dtype
     if vision is None:
         return torch.empty(0, model.config.mm_embed_size, dtype=dtype)
@@ -63,7 +63,7 @@ def image_rows(model: Model) -> torch.Tensor:
 def logits_of(
     model: Model, rows: torch.Tensor | None = None, logits_indices: Sequence[int] = SAMPLED, num_tokens: int = N
 ) -> torch.Tensor:
-    """Of a prompt with the rows of an image, the model's own unless others are given."""
+    """Logits of a prompt with the embeddings of an image, by default the model's own."""
     rows = image_rows(model) if rows is None else rows
     batch = replace(
         a_batch(model.config.vocab_size, logits_indices, num_tokens), mm_token_indices=torch.arange(4, 4 + len(rows))
@@ -159,7 +159,7 @@ KINDS += [pytest.param(*case, kind, marks=NEEDS_8_BITS) for kind in ("int8", "in
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("shape", "size", "quantization"), KINDS)
 def test_packed_and_quantized_weights_of_ranks(shape, size, quantization, checkpoints):
-    """As near to the exact logits as those of one process with weights of the same kind."""
+    """The logits are as near to the exact ones as one process's with weights of the same kind."""
     folder, dtype = checkpoints(shape), torch.bfloat16
 
     def run(ranks: Ranks) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_the_config_of_a_rank_has_its_heads(checkpoints):
 
 
 def test_blocks_of_a_rank_hold_its_heads(checkpoints):
-    """As many bytes hold twice as many blocks, unless both ranks have the only head."""
+    """Equal memory holds twice as many blocks, unless both ranks have the only head."""
 
     def num_blocks(shape: str, size: int) -> int:
         model = loaded(checkpoints(shape), PlannedRank(0, size))

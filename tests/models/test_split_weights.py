@@ -1,4 +1,4 @@
-"""Each rank reads or makes only its part of the weights, which together are those of one process."""
+"""Each rank reads or makes only its part of the weights, which together equal one process's."""
 
 from collections import defaultdict
 from functools import partial

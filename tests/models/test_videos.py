@@ -39,7 +39,7 @@ def test_another_number_of_videos_than_placeholders(text, number, message, check
 
 @every_family
 def test_token_ids_that_are_expanded_already(checkpoint, make_llm):
-    """Those of Qwen3-VL have times, and start and end tokens, within the video's own."""
+    """Qwen3-VL's have times, and start and end tokens, within the video's own."""
     llm = make_llm(checkpoint)
     prompt = llm.processor(ask("Of ", CLIP, " and ", noise_image(64, 64), "?"))
     data = {"image": noise_image(64, 64), "video": [CLIP]}

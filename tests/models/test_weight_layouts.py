@@ -45,7 +45,7 @@ def test_names_of_every_layout_give_the_same_model(shape, layout, checkpoints, c
 
 
 def with_transposed_experts(tensors: dict) -> dict:
-    """As published: (experts, in, out)."""
+    """The published layout: (experts, in, out)."""
     return {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()}
 
 

@@ -13,7 +13,7 @@ from tests.helpers.models.weights import assert_same, load, state
 
 
 def renamed(**prefixes: str):
-    """Rename tensors by the first prefix that fits; `__` stands for a dot."""
+    """Rename tensors by the first prefix that fits; `__` means a dot."""
     prefixes = {old.replace("__", "."): new for old, new in prefixes.items()}
 
     def rename(tensors: dict) -> dict:
@@ -42,7 +42,7 @@ def test_names_of_every_layout_give_the_same_model(shape, rename, checkpoints, c
 
 @pytest.mark.parametrize("shape", ["experts8-top3", "experts16-top8-tied"])
 def test_weights_of_experts_may_be_transposed(shape, checkpoints, copy_of):
-    """As they are published; transformers saves them as it uses them."""
+    """They are published so; transformers saves them as it uses them."""
 
     def published(tensors: dict) -> dict:
         return {name: x.mT.contiguous() if ".experts." in name else x for name, x in tensors.items()}

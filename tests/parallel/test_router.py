@@ -35,7 +35,7 @@ def text(seed: int, size: int) -> list[int]:
 
 
 def of_text(*parts: tuple[int, int]) -> Fingerprint:
-    """Of a prompt of parts, each (seed, number of tokens)."""
+    """The fingerprint of a prompt of parts, each (seed, number of tokens)."""
     return fingerprint([token for part in parts for token in text(*part)], [], None, 16)
 
 

@@ -53,7 +53,7 @@ def arrays(*sizes: int) -> list[np.ndarray]:
 
 @linux
 def test_memory_that_is_refused_leaves_no_descriptor(monkeypatch):
-    """As under a limit of the size of files; the pipe is used then."""
+    """A limit on file sizes refuses it; the pipe is used then."""
 
     def refuse(*_):
         raise OSError("File too large")

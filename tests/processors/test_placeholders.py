@@ -26,7 +26,7 @@ S, P, E = 8, 9, 7  # start, placeholder, end
 
 
 def expand_placeholders(token_ids: list[int], lengths: list[int], rules: MediaRules) -> tuple[list[int], list[Span]]:
-    """Expansion for images of so many tokens."""
+    """Expansion for images of these lengths."""
     images = [expanding.Expansion([rules.image_token_id] * length, [(0, length)]) for length in lengths]
     expanded, placed = expanding.expand_placeholders(token_ids, images, rules)
     assert {modality for modality, _ in placed} <= {"image"}
@@ -159,7 +159,7 @@ BOTH_RULES = pytest.mark.parametrize("rules", [VIDEO_TOKENS, NESTED_TOKENS], ids
 
 
 def media(modality: str, t: int, length: int) -> Media:
-    """An image or a video of so many temporal patches, each of so many tokens."""
+    """An image or a video of `t` temporal patches, each of `length` tokens."""
     patches, times = torch.zeros(4 * t * length, 1), tuple(i + 0.25 for i in range(t))
     digests = tuple(bytes([i]) for i in range(t))
     return Media(modality, patches, (t, 2, 2 * length), digests, times if modality == "video" else ())

@@ -1,4 +1,4 @@
-"""M-RoPE positions equal hand-written ones, a token-by-token reference, and those of transformers."""
+"""M-RoPE positions equal hand-written ones, a token-by-token reference, and transformers'."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_positions_equal_transformers(prompt):
 @steady
 @given(st.integers(1, 9), st.sampled_from([1, 2, 4]), st.floats(0.03, 9.0))
 def test_time_steps_are_those_of_transformers(t, tokens_per_second, seconds):
-    """As its Qwen2.5-VL model computes them, in float32."""
+    """Its Qwen2.5-VL model computes them in float32."""
     want = Qwen2VLModel.get_vision_position_ids(
         None, 3, torch.tensor([t, 4, 6]), 1, 2, tokens_per_second * torch.tensor(seconds)
     )

@@ -233,7 +233,7 @@ def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, 
     while not other.engine.is_finished():
         outputs += other.step()[0]
     assert outputs[0].token_ids == want
-    assert other.generate_multimodal(question, SHORT)[0].token_ids == want, "the cached rows are those of the image"
+    assert other.generate_multimodal(question, SHORT)[0].token_ids == want, "the cached embeddings belong to the image"
 
 
 def test_a_caller_may_overwrite_a_list_of_ids_and_of_arrays(checkpoint, make_llm):

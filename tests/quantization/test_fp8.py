@@ -160,7 +160,7 @@ def test_gpus_and_dtypes_that_are_refused(capability, dtype, reason, monkeypatch
 
 
 def test_a_gpu_whose_product_fails_is_refused_with_the_reason(monkeypatch):
-    """As a build of torch for Windows says; the product is that of the small tensors of a probe, here on the CPU."""
+    """A build of torch for Windows says this; the product is a probe's of small tensors, here on the CPU."""
 
     def fails(*args, **options):
         raise RuntimeError("Rowwise scaling is not currently supported on your device\nat somewhere")

@@ -15,7 +15,7 @@ NAMES = ("Qwen2.5-VL-7B-Instruct-AWQ", "olmOCR-2-7B-1025-FP8")
 
 
 def shapes_of_layer(scheme: WeightScheme, out: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Of the tensors of a layer in AutoAWQ's and in the naive layout."""
+    """Shapes of the tensors of a layer in AutoAWQ's and in the naive layout."""
     if scheme.layout == "awq":
         groups = columns // scheme.block[1]
         words = {"qweight": (columns, out // 8), "qzeros": (groups, out // 8)}

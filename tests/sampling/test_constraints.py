@@ -75,7 +75,7 @@ def test_the_memory_for_ngrams_does_not_grow_with_their_size():
 
 
 class Words:
-    """A tokenizer of letters, with a token of its own for two pairs of them."""
+    """A tokenizer of letters, with single tokens for two pairs of letters."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [ord(letter) % V for letter in text.replace(" ab", "\x01").replace("ab", "\x02")]
@@ -135,7 +135,7 @@ def run(llm: LLM, chosen: list[int]) -> list:
 
 @pytest.fixture(scope="module")
 def alone() -> list:
-    """Of each request, computed alone."""
+    """The output of each request, computed alone."""
     llm = LLM(dtype="float32", device="cpu", enable_prefix_caching=False)
     return [run(llm, [i])[0] for i in range(len(CONSTRAINED))]
 

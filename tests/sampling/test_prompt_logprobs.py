@@ -1,4 +1,4 @@
-"""Log-probabilities and vectors of prompts equal those of transformers, in every family and in any batch."""
+"""Log-probabilities and vectors of prompts equal transformers', in every family and in any batch."""
 
 import json
 import pickle

@@ -51,7 +51,7 @@ def alone(params: SamplingParams, seed: int, steps: list[torch.Tensor]) -> list[
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_are_reused_by_other_sequences(ahead):
-    """Of sequences that come and go in 3 rows, each has the tokens that it has alone; steps are known late, or not."""
+    """Sequences come and go at 3 indices; each has the tokens that it has alone, also if steps are known late."""
     rng = np.random.default_rng(0)
     sampler = make_sampler(3)
     running: dict[int, Sequence] = {}

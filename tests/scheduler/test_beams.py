@@ -47,7 +47,7 @@ def groups() -> list[SequenceGroup]:
 
 
 def candidates(seq: Sequence) -> list[Candidate]:
-    """As a model would: by the sequence's tokens alone."""
+    """Candidates that depend on the sequence's tokens alone, as a model's do."""
     choose = random.Random(str(seq.token_ids))
     ids = choose.sample(range(40), 10)
     return [Candidate(token_id, logprob) for token_id, logprob in zip(ids, _descending(choose), strict=True)]

@@ -1,4 +1,4 @@
-"""Steps on several ranks, in threads: tokens equal those of one rank and transformers', errors are taken back alike."""
+"""Steps on several ranks, in threads: tokens equal one rank's and transformers', errors are undone alike."""
 
 import threading
 
@@ -56,7 +56,7 @@ def test_greedy_tokens_equal_one_rank_and_transformers(shape, size, checkpoints,
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_quantized_weights(quantization, checkpoints, make_llm):
-    """Scales are those of a rank's part of a row, so tokens may differ from those of one rank."""
+    """Scales are computed from a rank's part of a row, so tokens may differ from one rank's."""
     options = {"quantization": quantization, "dtype": "bfloat16" if quantization == "fp8" else "float32"}
     folder = checkpoints("gqa2-tied")
     one, two = (make_llm(folder, tensor_parallel_size=size, **options) for size in (1, 2))

@@ -67,7 +67,7 @@ def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
     process = None
     with out.open("wb") as stdout, err.open("wb") as stderr:
         try:
-            # A group of its own, which can be ended as a whole; but of this session, with which it ends.
+            # A new process group, which can be ended as a whole; in this session, with which it ends.
             with signals_deferred():  # an exception inside Popen would lose the process that it has begun
                 process = subprocess.Popen(
                     step.command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr, process_group=0

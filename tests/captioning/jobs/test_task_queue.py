@@ -1,4 +1,4 @@
-"""Tasks of several engines: which engine has which, and what becomes of those of engines that died."""
+"""Tasks of several engines: which engine has which, and what becomes of the tasks of dead engines."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -66,7 +66,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def two(tmp_path) -> Path:
-    """Two images, one in a folder of its own."""
+    """Two images, one of them in a subfolder."""
     folder = tmp_path / "two"
     (folder / "deep").mkdir(parents=True)
     noise_image(40, 40, seed=1).save(folder / "a.png")
@@ -224,7 +224,7 @@ def test_an_unknown_suffix_needs_a_format(name, caption, two, tmp_path):
 
 
 def test_a_journal_with_edited_captions_is_resumed(caption, two, tmp_path):
-    """As the report's page gives them."""
+    """The report's page writes such a journal."""
     caption(two, output=tmp_path / "out.csv")
     caption(two, format="txt", output=tmp_path / "out.jsonl")
     for path in (tmp_path / "out.csv.journal.jsonl", tmp_path / "out.jsonl"):

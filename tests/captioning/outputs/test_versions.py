@@ -1,4 +1,4 @@
-"""Outputs of every earlier format version are resumed; those of later versions are refused."""
+"""Outputs of every earlier format version are resumed; later versions are refused."""
 
 import json
 from pathlib import Path

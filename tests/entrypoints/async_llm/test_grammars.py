@@ -112,7 +112,7 @@ async def test_a_grammar_that_cannot_be_enforced_is_refused_before_anything_is_f
 
 @async_test
 async def test_a_grammar_that_was_dropped_is_not_compiled_in_the_engines_thread(engine, monkeypatch):
-    """So many others come while a request is fetched that its own is no longer kept."""
+    """Other grammars push a request's own grammar out of the cache while the request is fetched."""
     threads, compile_, may_go = {}, engine._engine.grammars._compile, asyncio.Event()
 
     def noted(params):

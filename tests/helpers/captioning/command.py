@@ -63,7 +63,7 @@ class Done:
 
 
 class Run:
-    """A process that is running; its streams are files in a folder of its own."""
+    """A process that is running; its streams are files in a separate folder."""
 
     def __init__(self, ask: Callable[..., int], streams: Path, **job):
         self._ask, self._streams = ask, streams

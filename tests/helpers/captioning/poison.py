@@ -8,7 +8,7 @@ from mmvllm.captioning.sources.items import Item
 
 
 def exchange_unless_poisonous(items: list[tuple[int, Item]], is_stopped: bool, seconds: float):
-    """As `exchange`, but an image with "poison" in its name ends the process."""
+    """`exchange`, but an image with "poison" in its name ends the process."""
     if any("poison" in item.path for _, item in items):
         os.kill(os.getpid(), signal.SIGKILL)
     return exchange(items, is_stopped, seconds)

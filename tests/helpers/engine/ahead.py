@@ -14,7 +14,7 @@ PROMPTS = [
     ask("First: ", IMAGES[1], " then: ", IMAGES[0], " what changed?"),
     ask(frames(4, 56, 56), "?"),
 ]
-# Requests as (index of the prompt, sampling parameters): those of the first step, and two that are added later.
+# Requests as (index of the prompt, sampling parameters), for the first step; two more are added later.
 MIXED = [
     (0, GREEDY),
     (1, SamplingParams(max_tokens=3, ignore_eos=True)),

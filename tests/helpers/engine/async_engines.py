@@ -27,7 +27,7 @@ REQUESTS = [
 
 
 def async_test(test):
-    """Run an async test in an event loop of its own; it fails after 120 seconds."""
+    """Run an async test in a new event loop; it fails after 120 seconds."""
 
     @wraps(test)
     def run(*args, **kwargs):

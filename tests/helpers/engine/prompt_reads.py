@@ -28,7 +28,7 @@ POOLINGS = (
 
 @dataclass
 class Expected:
-    """Of one request, by transformers: log-probabilities (T - 1, V), hidden states (T, C), greedy tokens."""
+    """What transformers gives for one request: log-probabilities (T - 1, V), hidden states (T, C), greedy tokens."""
 
     token_ids: list[int]
     logprobs: torch.Tensor

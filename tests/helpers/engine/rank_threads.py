@@ -1,4 +1,4 @@
-"""Ranks as threads of the test's process, which start in no time; what processes add has tests of its own."""
+"""Ranks as threads of the test's process, which start in no time; other tests cover what processes add."""
 
 import multiprocessing
 import threading

@@ -1,7 +1,7 @@
 """What transformers and qwen-vl-utils use of torchvision to prepare frames, as modules of that name.
 
 torchvision's own functions for tensors are these calls of torch; the package itself has to be built for the torch that
-is installed. Only for a process of its own: `tests.helpers.media.video_references` starts one.
+is installed. Only for a separate process: `tests.helpers.media.video_references` starts one.
 """
 
 import logging

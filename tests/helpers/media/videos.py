@@ -76,7 +76,7 @@ def full_decode(path: Path) -> list[tuple[float, np.ndarray]]:
 
 
 def frame_at(full: list[tuple[float, np.ndarray]], index: int, fps: float) -> np.ndarray:
-    """The frame of a full decode that stands for index / fps: the one shown, or one that begins just afterwards."""
+    """The frame of a full decode for the time index / fps: the one shown, or one that begins just afterwards."""
     times, at = [time - full[0][0] for time, _ in full], index / fps
     shown = max((i for i, time in enumerate(times) if time < at + 0.1 / fps), default=0)
     after = shown + 1

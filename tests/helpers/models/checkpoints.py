@@ -20,7 +20,7 @@ PATCH_16 = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-# Bounds of all frames together; the other families' bounds of an image are those of a frame.
+# Bounds of all frames together; the other families' bounds of an image apply to a frame.
 VIDEO_16 = {**PATCH_16, "size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 12 * 96 * 96}}
 # Family -> transformers' class of the model, and preprocessor_config.json in the layout of its published checkpoints.
 FAMILIES = {

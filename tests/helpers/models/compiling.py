@@ -3,8 +3,8 @@
 `python -m tests.helpers.models.compiling variants` prints how many variants of each kernel the steps of one model need.
 
 Launches are replaced by compilations, with the arguments of `cases` on the device "meta": their addresses begin at 0,
-aligned as those of a real allocation, so that the compiler is told what it is told on a GPU. Triton's interpreter must
-be off, so tests run this in a process of its own.
+aligned as in a real allocation, so that the compiler is told what it is told on a GPU. Triton's interpreter must
+be off, so tests run this in a separate process.
 """
 
 import importlib

@@ -59,7 +59,7 @@ PUBLISHED = {
 
 
 def device_bytes(config: ModelConfig, size: int) -> tuple[int, int]:
-    """Bytes of the weights in bfloat16 on the first of so many GPUs, and of one token in its KV cache."""
+    """Bytes of the weights in bfloat16 on the first of `size` GPUs, and of one token in its KV cache."""
     model = without_weights(config, TorchAttention, PlannedRank(0, size))
     return weight_bytes(model, BFLOAT16), kv_block_bytes(model.config, 1, BFLOAT16)
 

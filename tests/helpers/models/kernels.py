@@ -7,7 +7,7 @@ from mmvllm.kernels.fp8 import Fp8Rows
 
 
 def assert_no_worse(got: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
-    """Against float64, the errors of `got` are at most twice those of the reference in the same dtype.
+    """Against float64, the errors of `got` are at most twice the reference's in the same dtype.
 
     `mmvllm.bench.accuracy` defines the rule.
     """

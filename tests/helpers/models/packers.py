@@ -71,7 +71,7 @@ def pack_awq(weight: Tensor, group_size: int = 128) -> PackedLayer:
 def pack_gptq(
     weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True, version: int = 1
 ) -> PackedLayer:
-    """AutoGPTQ's layout: words along the inputs, those of zero points along the outputs and, in version 1, less 1."""
+    """AutoGPTQ's layout: words along the inputs; zero points along the outputs and, in version 1, less 1."""
     rounded = round_weight(weight, bits, group_size, symmetric)
     zeros = (rounded.zeros - (1 if version == 1 else 0)) % 2**bits
     size = group_size if group_size > 0 else weight.shape[1]
@@ -85,7 +85,7 @@ def pack_gptq(
 
 
 def pack_compressed(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> PackedLayer:
-    """compressed-tensors' pack-quantized: words along the columns, those of zero points along the rows."""
+    """compressed-tensors' pack-quantized: words along the columns; zero points along the rows."""
     rounded = round_weight(weight, bits, group_size, symmetric)
     tensors = {
         "weight_packed": words(rounded.codes, bits),

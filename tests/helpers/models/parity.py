@@ -1,4 +1,4 @@
-"""Requests whose completions are compared with those of transformers."""
+"""Requests whose completions are compared with transformers'."""
 
 from mmvllm import SamplingParams
 from tests.helpers.engine.requests import ask, frames, noise_image

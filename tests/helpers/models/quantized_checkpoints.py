@@ -113,8 +113,8 @@ FORMATS = {
 def quantized_checkpoint(plain: Path, to: Path, method: str) -> Saved:
     """Write a plain checkpoint to folders of `to`, with the decoder's linear layers in the published format `method`.
 
-    Groups are as large as the layers allow. Experts are fused in FP8, as Qwen publishes them; otherwise each has layers
-    of its own, as tools save them.
+    Groups are as large as the layers allow. Experts are fused in FP8, as Qwen publishes them; otherwise each has its
+    own layers, as tools save them.
     """
     tensors, form = load_file(plain / "model.safetensors"), FORMATS[method]
     size = group_size(tensors)
@@ -151,7 +151,7 @@ def _stored(name: str, tensor: Tensor, form: Format, size: int) -> tuple[dict[st
 
 
 def _experts(name: str, tensor: Tensor, form: Format, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Of (E, out, in)."""
+    """Pack the experts (E, out, in)."""
     if form.fuses_experts:
         packed = [form.pack(weight, size) for weight in tensor]
         qweight, scales = (

@@ -116,7 +116,7 @@ class Reference:
 
     @torch.inference_mode()
     def mm_embeds(self, inputs: dict) -> torch.Tensor:
-        """Rows (M, mm_embed_size) of images or videos: those for the embeddings, then those of each DeepStack layer."""
+        """Embeddings (M, mm_embed_size) of images or videos: the merger's, then each DeepStack layer's."""
         patches, grids = NAMES["image" if "pixel_values" in inputs else "video"]
         out = self.model.model.visual(inputs[patches], grid_thw=inputs[grids])
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())], dim=1)

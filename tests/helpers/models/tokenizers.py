@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates: the bundled one, and those of published checkpoints if their files are there."""
+"""Tokenizers with chat templates: the bundled one, and published ones if their files are there."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 
 
 def link_checkpoint(name: str, folder: Path) -> None:
-    """Link the files of a published checkpoint, with those of its vocabulary, into a folder."""
+    """Link the files of a published checkpoint, including its vocabulary, into a folder."""
     for source in filter(None, (PUBLISHED[name], name)):
         _link(Path(ROOT) / source, folder, is_own=source == name)
 

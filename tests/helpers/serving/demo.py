@@ -12,7 +12,7 @@ OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)
 
 
 class InProcessDecoder:
-    """As `MediaDecoder`, without its processes and its limits of time."""
+    """A `MediaDecoder` without processes and time limits."""
 
     def __init__(self, policy: MediaPolicy):
         self._policy = policy

@@ -23,7 +23,7 @@ class SchemaMaker:
         self.defs: dict[str, dict] = {}
 
     def schema(self) -> dict:
-        """A schema with definitions of its own."""
+        """A schema with definitions."""
         found = self._any(depth=3)
         if self.rng.random() < 0.2:
             tree = {"type": "object", "properties": {"v": self._leaf(), "next": {"$ref": "#/$defs/tree"}}}

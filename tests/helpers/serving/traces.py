@@ -14,7 +14,7 @@ STAGES = ["queue", "prefill", "decode"]  # of every request with a token
 
 
 def headers(sampled: bool = True) -> dict[str, str]:
-    """Of a request that belongs to `TRACE`."""
+    """The headers of a request that belongs to `TRACE`."""
     return {"traceparent": f"00-{TRACE}-{PARENT}-0{int(sampled)}", "tracestate": "vendor=1"}
 
 

@@ -1,6 +1,6 @@
 """Shows mmvllm's modules what Python has on Windows; imported at the start of Python if this folder is on PYTHONPATH.
 
-Other packages see this system, which they need to run. What stands for Windows here: modules and names that it lacks;
+Other packages see this system, which they need to run. Windows is imitated by this: modules and names that it lacks;
 open files that can be neither renamed nor deleted; files that are flushed only if they may be written to; line ends
 that are changed in files opened without O_BINARY; and waits of the main thread that no signal interrupts.
 """

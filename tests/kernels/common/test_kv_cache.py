@@ -95,7 +95,7 @@ def test_what_is_not_a_number_is_read_as_such(code_dtype):
 @CODES
 @pytest.mark.parametrize("H,K,D", [(4, 2, 80), (3, 1, 24), (12, 2, 128)])
 def test_the_kernel_stores_what_the_reference_stores(H, K, D, code_dtype, device, dtype):
-    """Keys are those of the rotary kernel, before they are rounded to the dtype."""
+    """Keys are the rotary kernel's, before they are rounded to the dtype."""
     q, k, v = torch.randn(5, H + 2 * K, D, device=device, dtype=torch.float32).split([H, K, K], dim=1)
     angles = torch.randn(5, D // 2, device=device)
     slots = torch.tensor([7, 0, 3, 4, 1], device=device)

@@ -148,7 +148,7 @@ def test_a_processor_may_reuse_its_buffers(checkpoint, make_llm, llm):
     want = run_at_once(llm, questions)
     assert run_at_once(theirs, questions) == want
     assert len({tuple(tokens) for tokens in want}) > 1, "the images must make a difference"
-    assert run_at_once(theirs, questions) == want, "cached rows must be those of the right pixels"
+    assert run_at_once(theirs, questions) == want, "cached embeddings must belong to the right pixels"
 
 
 @pytest.mark.parametrize(

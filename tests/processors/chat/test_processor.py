@@ -1,4 +1,4 @@
-"""Prompts of the processor equal those of transformers' processor; errors name the request and the image."""
+"""Prompts of the processor equal transformers'; errors name the request and the image."""
 
 import io
 import json

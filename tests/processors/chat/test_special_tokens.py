@@ -1,4 +1,4 @@
-"""Special tokens in messages are text, with the bundled tokenizer and those of published checkpoints.
+"""Special tokens in messages are text, with the bundled tokenizer and published ones.
 
 MMVLLM_CHECKPOINT_METADATA names a folder that has, per checkpoint, a folder with the repository's small files;
 without it, only the bundled tokenizer is tested.

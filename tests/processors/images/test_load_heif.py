@@ -21,7 +21,7 @@ from tests.helpers.media.loading import UPRIGHT, exif, levels, rotated
 
 
 def heif(orientation: int = 1, mode: str = "RGB", **options) -> bytes:
-    """As phones write it: both the container's transformation and EXIF say how the image is turned."""
+    """A file as phones write it: both the container's transformation and EXIF say how the image is turned."""
     register_heif_opener()
     image = noise_image(96, 64, seed=3).convert(mode)
     image.info["exif"] = exif(rotated(orientation))

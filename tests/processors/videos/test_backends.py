@@ -1,4 +1,4 @@
-"""`video_backend`: the package qwen-vl-utils reads videos where it is installed; here a module that stands for it."""
+"""`video_backend`: the package qwen-vl-utils reads videos where it is installed; here a stand-in module."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Frames of videos are those of a full decode at the same times, upright, and only those that are asked for."""
+"""Frames of videos equal a full decode's at the same times, upright, and only the requested ones are decoded."""
 
 import io
 import struct

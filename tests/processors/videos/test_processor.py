@@ -1,4 +1,4 @@
-"""Frames taken, sizes and patches equal those of transformers' video processors, for any video."""
+"""Frames taken, sizes and patches equal transformers' video processors', for any video."""
 
 import pickle
 from dataclasses import replace
@@ -33,7 +33,7 @@ KWARGS = st.one_of(
 
 @st.composite
 def bounds(draw) -> tuple[int, int]:
-    """Of pixels, as a checkpoint says them."""
+    """Pixel bounds of a checkpoint."""
     low = draw(st.integers(1, 400)) * 32 * 32
     return low, low * draw(st.integers(2, 200))
 

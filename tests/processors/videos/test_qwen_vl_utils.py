@@ -1,4 +1,4 @@
-"""Videos in messages for qwen-vl-utils: frames, sizes, rates and values are those of the package."""
+"""Videos in messages for qwen-vl-utils: frames, sizes, rates and values equal the package's."""
 
 from dataclasses import replace
 from importlib.util import find_spec

@@ -177,7 +177,7 @@ def damaged(path: Path) -> str:
     ids=["bytes", "seconds", "pixels", "pixels of a frame", "codec", "container", "truncated", "damaged", "a text"],
 )
 def test_a_video_that_the_policy_does_not_allow_is_refused(engine, app, tmp_path, make, policy, words):
-    own = make_app(engine, media=MediaPolicy(**policy)) if policy else app  # whose decoding processes start anew
+    own = make_app(engine, media=MediaPolicy(**policy)) if policy else app  # with new decoding processes
     error = refused(own, video_part(make(tmp_path / "a.mp4")))
     assert error["param"] == URL
     assert words in error["message"]

@@ -31,7 +31,7 @@ def payload(prompt, **keys) -> dict:
 
 
 def parse_logprobs(out: dict, ctxlens: list[int]) -> list[tuple[float, bool]]:
-    """As `LocalCompletionsAPI.parse_logprobs` of lm-eval reads the response."""
+    """Read the response as `LocalCompletionsAPI.parse_logprobs` of lm-eval does."""
     res = []
     for choice, ctxlen in zip(sorted(out["choices"], key=itemgetter("index")), ctxlens, strict=True):
         assert ctxlen > 0, "Context length must be greater than 0"
