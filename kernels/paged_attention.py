@@ -122,7 +122,7 @@ def paged_attention_triton(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """`paged_attention` in a kernel for single queries and one for the rest. Not first called in a graph capture."""
+    """`paged_attention` in two kernels, one for single queries. Must not be called first in a graph capture."""
     S, out = len(kv_lens), q.new_empty(q.shape)
     num_decodes = S if max_query_len == 1 else num_decodes
     if num_decodes:
@@ -216,7 +216,7 @@ def _heads_at(blocks, key, exists, K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _load_scales(scales, heads, exists):
-    """The scales of a quantized cache (BLOCK_N,) of these heads; None for plain values."""
+    """The scales (BLOCK_N,) of these heads; None for an unquantized cache."""
     if scales is None:
         return None
     else:

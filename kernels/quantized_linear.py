@@ -45,7 +45,7 @@ def _bits(qweight: Tensor) -> int:
 
 
 def pack_int4(qweight: Tensor) -> Tensor:
-    """Codes from 0 to 15 (out, in) uint8 -> (out, 16 * ceil(in / 32)) uint8, two of them in each byte.
+    """Values from 0 to 15 (out, in) uint8 -> (out, 16 * ceil(in / 32)) uint8, two of them in each byte.
 
     The 16 bytes of 32 columns have the first 16 columns in their low bits and the others in their high bits: a thread
     reads 16 bytes at once, and each half of their bits belongs to inputs that follow each other.
@@ -74,7 +74,7 @@ def quantized_linear_torch(
 def quantized_linear_triton(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """`quantized_linear` in one kernel. Not first called in a CUDA graph capture."""
+    """`quantized_linear` in one kernel. Must not be called first in a CUDA graph capture."""
     (N, in_size), (out_size, groups) = x.shape, scales.shape
     out = x.new_empty(N, out_size)
     if N == 0:
@@ -113,7 +113,7 @@ def _tile_sizes(N: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, 
 @triton.jit(do_not_specialize=["N", "steps", "split_steps"])
 def _quantized_linear_kernel(
     x_ptr,
-    codes_ptr,
+    qweight_ptr,
     scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -145,7 +145,7 @@ def _quantized_linear_kernel(
     width = tl.cdiv(IN, 32) * 16 if BITS == 4 else IN
     has_row, has_column = row[None, :] < N, column[:, None] < OUT
     x_rows = x_ptr + row[None, :].to(tl.int64) * IN
-    code_rows = codes_ptr + column[:, None].to(tl.int64) * width
+    qweight_rows = qweight_ptr + column[:, None].to(tl.int64) * width
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     start = tl.program_id(2) * split_steps
@@ -157,7 +157,7 @@ def _quantized_linear_kernel(
         next_zero = _of_group(zeros_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
         next_scale = _of_group(scales_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
         offset = step * BYTES + byte[None, :]
-        qweight = tl.load(code_rows + offset, mask=has_column & (offset < width), other=0.0)
+        qweight = tl.load(qweight_rows + offset, mask=has_column & (offset < width), other=0.0)
         inputs = step * BLOCK_K + at[:, None]
         x = tl.load(x_rows + inputs, mask=has_row & (inputs < IN), other=0.0)
         if BITS == 4:
@@ -207,7 +207,7 @@ def _of_group(ptr, step, column, scale_stride, group_stride, OUT, GROUP: tl.cons
 
 @triton.jit
 def _differences(qweight, zero, dtype: tl.constexpr):
-    """qweight - zero in `dtype`, both from 0 to 15: their bits are set below the exponent of a power of two."""
+    """qweight - zero in `dtype`, both from 0 to 15: qweight is set into the mantissa of a power of two to add it."""
     if dtype == tl.float16:
         values = (qweight.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024)[:, None]
     elif dtype == tl.bfloat16:

@@ -201,8 +201,8 @@ def _rotary_write_kv_kernel(
         _store_pairs(k_at, k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
         _store_pairs(v_at, v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
     else:
-        _store_codes(k_at, k_scales_ptr + slot * K, k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
-        _store_codes(v_at, v_scales_ptr + slot * K, v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
+        _store_quantized(k_at, k_scales_ptr + slot * K, k1, k2, K, HALF, K_BLOCK, HALF_BLOCK)
+        _store_quantized(v_at, v_scales_ptr + slot * K, v1, v2, K, HALF, K_BLOCK, HALF_BLOCK)
 
 
 @triton.jit
@@ -263,7 +263,7 @@ def _store_pairs(
 
 
 @triton.jit
-def _store_codes(
+def _store_quantized(
     ptr,
     scale_ptr,
     first,

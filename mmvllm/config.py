@@ -74,7 +74,7 @@ class VisionConfig:
 
     @property
     def mm_embed_size(self) -> int:
-        """Values in a row that the ViT makes of merged patches; more than the decoder's width in some families."""
+        """Values of an embedding that the ViT makes; more than the decoder's width in families with DeepStack."""
         return self.out_hidden_size
 
 
@@ -164,7 +164,7 @@ class ModelConfig:
 
     @property
     def mm_embed_size(self) -> int:
-        """Values in a row that replaces a placeholder."""
+        """Values of an embedding that replaces a placeholder."""
         return self.hidden_size if self.vision is None else self.vision.mm_embed_size
 
 
@@ -250,7 +250,7 @@ class EngineConfig:
             rounds the decoder's weights to 4 bits in groups, and on a CPU the others to 8 bits; "fp8" rounds the
             decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
             bfloat16; completions change slightly. By default weights keep the dtype, and weights of a quantized
-            checkpoint stay quantized.
+            checkpoint stay quantized where the device multiplies them so.
         kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
             in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
             GPUs of compute capability 8.9 or above; "auto" stores them in the dtype of the weights.

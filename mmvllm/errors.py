@@ -168,7 +168,7 @@ class RequestFailed(RuntimeError):
 class RequestsAborted(RuntimeError):
     """Requests of a call were aborted from outside.
 
-    `outputs` has all outputs in order; for a stream, which has yielded the others, only the aborted ones.
+    `outputs` has all outputs in order; for a stream, which has yielded all of them, only the aborted ones.
     """
 
     def __init__(self, message: str, outputs: list):

@@ -48,7 +48,7 @@ class Media:
         modality: "image" or "video".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches.
-        digests: of each temporal patch: of its patches and of everything that was done to them. Equal digests stand for
+        digests: of each temporal patch: of its patches and of everything that was done to them. Equal digests mean
             equal embeddings, and for equal M-RoPE positions relative to the first token of the video.
         times: seconds from the start of the video, one for each temporal patch; empty for an image.
         seconds_per_patch: of a video, from one temporal patch to the next.

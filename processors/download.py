@@ -1,4 +1,7 @@
-"""Fetches a URL that the user gives, within limits of bytes and of time; clients' URLs: `media/http_fetching.py`."""
+"""Fetches a URL that the caller of the library gives, within limits of bytes and of time.
+
+`mmvllm/media/http_fetching.py` fetches the URLs of a server's clients.
+"""
 
 import base64
 import http.client

@@ -15,7 +15,7 @@ Encode = Callable[[str], list[int]]  # text -> token ids
 
 
 class Expansion(NamedTuple):
-    """What stands between the start and end tokens of an image or a video: token ids, and the spans of its rows."""
+    """The tokens between start and end token of an image or a video, and the spans of its placeholders."""
 
     token_ids: list[int]
     spans: list[Span]  # one per temporal patch, from the first of these tokens

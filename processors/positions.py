@@ -22,8 +22,8 @@ def mrope_positions(
 
     `vision_placeholders` are the (offset, length) of each run of placeholder tokens in the prompt, in order; `grids`
     their (t, h, w) in patches; `time_steps` the positions from one temporal patch to the next (1 where not given),
-    rounded down after the sum. The positions are equal to transformers' `get_rope_index`. A completion continues the
-    text, as with transformers' `generate`, also where a video has more temporal patches than rows and columns: its
+    rounded down after the sum. The positions equal what transformers' `get_rope_index` returns. A completion continues
+    the text, as with transformers' `generate`, also where a video has more temporal patches than rows and columns: its
     tokens have the same positions as in a later prompt that begins with this one.
     """
     spans, end, position = [], 0, 0

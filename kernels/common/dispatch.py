@@ -1,4 +1,4 @@
-"""When kernels run instead of torch references, and in which dtype a CPU multiplies; all kernel files import it."""
+"""When kernels run instead of torch references, which devices have 8-bit floats, in which dtype a CPU multiplies."""
 
 import time
 from dataclasses import dataclass

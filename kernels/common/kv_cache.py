@@ -13,10 +13,8 @@ from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import supports_fp8
 
-DTYPE_LIMITS = {
-    torch.int8: 127.0,
-    torch.float8_e4m3fn: 448.0,
-}  # the value that a head's largest magnitude is rounded to
+# The value that a head's largest magnitude is rounded to.
+DTYPE_LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,10 @@ class QuantizedKVCache:
         self.scales[index] = other.scales
 
     def write(self, slots: Tensor, x: Tensor) -> None:
-        """Quantize x (N, K, D) into its slots (N,), with the largest magnitude of each head as its scale."""
+        """Quantize x (N, K, D) into its slots (N,).
+
+        A head's scale is its largest magnitude over the dtype's limit, and depends on no other head or token.
+        """
         wide = x.float()
         largest, limit = wide.abs().amax(dim=-1).clamp_(min=1e-12), DTYPE_LIMITS[self.values.dtype]
         values = wide * (limit / largest)[..., None]

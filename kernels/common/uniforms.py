@@ -1,7 +1,7 @@
 """Random numbers in [0, 1) as a function of a stream and an index, bit-equal in numpy and in Triton.
 
 SplitMix64 (doi 10.1145/2660193.2660195): a counter times an odd constant, mixed by shifts and multiplications. Streams
-begin at mixed seeds, so that neighbouring seeds give independent streams.
+begin at mixed seeds, so that neighbouring seeds give unrelated streams.
 """
 
 import numpy as np

@@ -63,7 +63,7 @@ class ModelCosts:
         return 2 * (linear + round(self.num_expert_parameters * self.active_share)) * num_tokens + attention
 
     def head_flops(self, num_rows: int) -> int:
-        """Operations of the logits, which are computed only for sampled tokens."""
+        """Operations of `num_rows` rows of logits, one for each sampled token."""
         return 2 * self.num_head_weights * num_rows
 
     @torch.inference_mode()

@@ -134,6 +134,6 @@ def launch_nothing(runner: ModelRunner) -> None:
 
 
 def text_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    """The tokens of the vocabulary that stand for whole characters, as nearly all tokens of a completion do."""
+    """The tokens of the vocabulary that are whole characters, as nearly all tokens of a completion are."""
     texts = tokenizer.batch_decode([[token_id] for token_id in range(min(len(tokenizer), vocab_size))], True)
     return [token_id for token_id, text in enumerate(texts) if text and "\ufffd" not in text]

@@ -72,7 +72,7 @@ def _processors(folder: Path, compare: str | None) -> Processors:
 
 @contextmanager
 def _in_processes(folder: Path, num_workers: int) -> Iterator[Processors]:
-    """Preprocess in worker processes, including the parent's work for each image."""
+    """The processors of `_processors` in worker processes, with the parent's work for each image."""
     pool = WorkerPool(num_workers, _start_worker, (load_image_config(folder),))
     try:
         yield {"mmvllm": lambda data: pool.run(_prepare_in_worker, data)}

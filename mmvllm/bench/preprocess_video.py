@@ -106,7 +106,7 @@ def _all_by_opencv(path: str, indices: list[int], sizes: list[Resize]) -> int:
 
 
 def _share_waited(folder: Path, path: Path) -> float:
-    """Share of the time that an engine with random weights waits for preparation, in requests about different clips."""
+    """Share of the time that an engine with random weights waits for preparation, in requests for different clips."""
     numbers = range(8, 8 + 2 * NUM_CLIPS, 2)
     with LLM(folder, load_format="dummy", max_num_seqs=NUM_CLIPS) as llm:
         rules = llm.engine.media_rules

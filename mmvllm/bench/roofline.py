@@ -54,11 +54,11 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, and tensors of the weights that are in another form."""
+    """Parameters and buffers, and tensors of the weights that linear methods have processed."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
     if isinstance(module, LinearMethodModule):
-        yield from _tensors_in(module.method)
+        yield from _tensors_in(module.linear_method)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -94,9 +94,8 @@ def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str
     """Measured with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
-    if (
-        quantization == "int4"
-    ):  # the fastest products of such a model: on a GPU int4 weights are multiplied in its dtype
+    # The fastest products of such a model: on a GPU, int4 weights are multiplied in the model's dtype.
+    if quantization == "int4":
         quantization = "int8" if device.type == "cpu" else None
     decoder = nn.ModuleDict({"layers": nn.ModuleList([linear])})  # whose layers take all kinds of quantization
     choose_linear_methods(nn.ModuleDict({"decoder": decoder}), device, dtype, quantization)

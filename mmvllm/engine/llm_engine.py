@@ -136,9 +136,8 @@ class LLMEngine:
         # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
-        self._ahead: InflightStep | None = (
-            None  # the next step, where it was launched before this one's tokens were known
-        )
+        # The next step, where it was launched before this one's tokens were known.
+        self._ahead: InflightStep | None = None
         self._request_numbers = count()
         self._is_exiting = self._exited = False
         self._exit_reason = HAS_EXITED
@@ -162,7 +161,7 @@ class LLMEngine:
         return cls(given.pop("model"), **given)
 
     def reload(self) -> "LLMEngine":
-        """Load the same model again, with the same config, after `exit`; raises what the constructor raises.
+        """Return a new engine with the same model and config, after `exit` of this one; raises as the constructor does.
 
         The new engine goes on with the counts of this one: the number of requests, whose own random generators would
         otherwise repeat themselves, and `stats`. It shares the compiled grammars and the adapters that were read,
@@ -319,7 +318,7 @@ class LLMEngine:
         return self.output_processor.delta_stream(group)
 
     def step(self) -> tuple[list[RequestOutput], int]:
-        """Run one batch; return the requests that finished in it and the number of tokens computed.
+        """Run one step; return the requests that finished in it and the number of tokens computed.
 
         With `async_scheduling` the next batch is launched before this one's tokens are waited for, so that the device
         computes while the host commits this step and schedules the one after. If several sequences run out of
@@ -468,7 +467,7 @@ class LLMEngine:
     def _drop_ahead_if_idle(self) -> None:
         """A step that is computed for sequences that have all ended need not be waited for.
 
-        It may have failed, without the rows of the items that it was to encode.
+        It may have failed, without the embeddings of the items that it was to encode.
         """
         if self._ahead is not None and self.scheduler.is_finished():
             self._ahead = None

@@ -109,7 +109,7 @@ class EngineStats:
 
     @property
     def image_hit_rate(self) -> float | None:
-        """Share of `num_images` that were not encoded, because their rows or the prompt's KV were cached."""
+        """Share of `num_images` that were not encoded, because their embeddings or the prompt's KV were cached."""
         return max(0.0, 1 - self.num_encoded_images / self.num_images) if self.num_images else None
 
 

@@ -2,9 +2,9 @@
 
     generate() ── admitted, or EngineBusy ── prepared in a pool ── engine thread ── deltas ── the caller's event loop
 
-A single engine runs in a thread, and each of several engines in a process. A request has a `_Stream` from
-its admission until it ends, in whatever way: its last delta, an error, an abort, the deadline, or a caller that cancels
-it. `_end` is the only place that ends one.
+A single engine on one device runs in a thread; several engines, or one with several ranks, run in processes. A request
+has a `_Stream` from its admission until it ends: with its last delta, an error, an abort, the deadline, or a caller
+that cancels it. `_end` is the only place that ends one.
 """
 
 import asyncio
@@ -174,10 +174,10 @@ class AsyncLLM:
         check_processor_kwargs(mm_processor_kwargs)
         config = EngineConfig.from_arguments("AsyncLLM", model, **engine_args)
         # Processes that share a model are started again together, if one of them is lost.
-        is_data_parallel = data_parallel_size > 1 or config.tensor_parallel_size > 1
+        in_processes = data_parallel_size > 1 or config.tensor_parallel_size > 1
         engine = (
             DataParallelEngines(model, config, data_parallel_size, release_after)
-            if is_data_parallel
+            if in_processes
             else LLMEngine(model, config)
         )
         self._engine, self.config = engine, config
@@ -211,7 +211,7 @@ class AsyncLLM:
         self._status, self._reason = "ok", None
         connections = self._deliver, self._fail
         self._thread = (
-            Dispatcher(engine, *connections) if is_data_parallel else EngineThread(engine, *connections, release_after)
+            Dispatcher(engine, *connections) if in_processes else EngineThread(engine, *connections, release_after)
         )
         self._closing = threading.Lock()
         # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.

@@ -372,7 +372,7 @@ class LLM:
         return [scored[index] for index in range(len(requests))]
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
-        """Queue a request in any form; return its id. see `LLMEngine.add_request` for `options`."""
+        """Queue a request in any form; return its id. See `LLMEngine.add_request` for `options`."""
         self.engine.process.check()
         check_lengths(sampling_params, 1)
         if isinstance(prompt, dict):
@@ -385,7 +385,7 @@ class LLM:
             return self.engine.add_request(prompt, params, **options)
 
     def step(self) -> tuple[list[RequestOutput], int]:
-        """Run one batch: the requests that finished in it, and the number of tokens computed."""
+        """Run one step: the requests that finished in it, and the number of tokens computed."""
         with self._turn():
             return self.engine.step()
 

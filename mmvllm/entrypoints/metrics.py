@@ -28,7 +28,7 @@ COUNTERS: Measures = {
     "mm_cache_queries": (lambda stats: stats.num_images, "Images, and temporal patches of videos, in requests."),
     "mm_cache_hits": (
         lambda stats: max(0, stats.num_images - stats.num_encoded_images),
-        "Those that were not encoded, because their rows or the prompt's KV were cached.",
+        "Those that were not encoded, because their embeddings or the prompt's KV were cached.",
     ),
     "num_preemptions": (lambda stats: stats.num_preemptions, "Preempted sequences, whose KV is computed again."),
 }

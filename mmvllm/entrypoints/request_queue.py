@@ -1,4 +1,4 @@
-"""The way in that `LLM` and `AsyncLLM` share: requests prepared in workers, and the admission window.
+"""Prepares requests in worker threads, within an admission window, for `LLM` and `AsyncLLM`.
 
     request ── RequestPreparer.prepare, in a worker ── EngineInput ── admission window ── engine
 
@@ -108,7 +108,7 @@ class RequestPreparer:
         return self.preparing(processor)(as_request(request), load)
 
     def preparing(self, prepare: Prepare) -> Prepare:
-        """Wrap `prepare` so that it loads the request's adapter, pins patches, and records its times."""
+        """Wrap `prepare`: load the request's adapter, add default processor arguments, pin patches, record times."""
         pinned = pinning(prepare, self._device)
 
         def prepared(request: dict, *rest: Any) -> EngineInput:

@@ -1,8 +1,8 @@
 """One forward pass as packed tensors: what a model is given.
 
 Letters used for shapes everywhere: N tokens in a step, S sequences, T tokens of a sequence, H query heads, K KV heads,
-D head size, C hidden size, P patches, M vision embeddings, V vocabulary, R tokens with logits, I inner
-size of an MLP, E experts, k experts of a token.
+D head size, C hidden size, P patches, M vision embeddings, V vocabulary, R sampled tokens, Q tokens with
+prompt outputs, I inner size of an MLP, E experts, k experts of a token.
 """
 
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ class Batch:
     kv_lens: Tensor  # (S,) int32
     cu_seqlens_k: Tensor | None  # (S + 1,) int32, running sum of kv_lens; None where every sequence decodes
     block_table: Tensor  # (S, max_blocks) int32; any blocks behind a sequence's own
-    logits_indices: Tensor  # (R,) int64, tokens whose final hidden states are used, for logits or prompt outputs
-    mm_token_indices: Tensor  # (M,) int64, token that each embedding replaces
+    logits_indices: Tensor  # (R + Q,) int64, tokens whose final hidden states are computed: sampled ones first
+    mm_token_indices: Tensor  # (M,) int64, placeholder token that each embedding belongs to
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph
     num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow

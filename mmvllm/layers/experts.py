@@ -48,7 +48,7 @@ class Experts(nn.Module, LinearMethodModule):
     order that depends on this token alone: that of its experts on a CPU, that of their probabilities with Triton.
     """
 
-    method: list[tuple[LinearMethod, LinearMethod]] | None = None
+    linear_method: list[tuple[LinearMethod, LinearMethod]] | None = None  # gate_up and down of each expert
 
     def __init__(self, hidden_size: int, experts: int | Shard, intermediate_size: int):
         super().__init__()
@@ -67,11 +67,13 @@ class Experts(nn.Module, LinearMethodModule):
         return self._shapes * self.shard.length
 
     def process_weights_after_loading(self) -> None:
-        if self.linear_method is not None:
+        if self.linear_method_cls is not None:
             # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, padded at 18.
-            form = partial(OneDNNLinear, min_rows=1) if self.linear_method is OneDNNLinear else self.linear_method
+            make = (
+                partial(OneDNNLinear, min_rows=1) if self.linear_method_cls is OneDNNLinear else self.linear_method_cls
+            )
             experts = zip(self.gate_up_proj.data, self.down_proj.data, strict=True)
-            self.method = [(form(gate_up, bias=None), form(down, bias=None)) for gate_up, down in experts]
+            self.linear_method = [(make(gate_up, bias=None), make(down, bias=None)) for gate_up, down in experts]
             self.gate_up_proj = self.down_proj = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -106,8 +108,8 @@ class Experts(nn.Module, LinearMethodModule):
         return total.to(x.dtype)
 
     def _mlp(self, expert: int, rows: Tensor) -> Tensor:
-        if self.method is None:
+        if self.linear_method is None:
             gate_up_proj, down_proj = (partial(F.linear, weight=w[expert]) for w in (self.gate_up_proj, self.down_proj))
         else:
-            gate_up_proj, down_proj = self.method[expert]
+            gate_up_proj, down_proj = self.linear_method[expert]
         return by_rows(lambda some: down_proj(silu_mul(gate_up_proj(some))), rows)

@@ -31,10 +31,10 @@ class LinearMethodModule(AssembledModule):
     """A module whose weights are processed by a `LinearMethod` after loading.
 
     Args:
-        form: how the weights are stored and multiplied; None keeps them as parameters.
+        linear_method_cls: how the weights are stored and multiplied; None keeps them as parameters.
     """
 
-    linear_method: type[LinearMethod] | None = None
+    linear_method_cls: type[LinearMethod] | None = None
 
     @abstractmethod
     def weight_shapes(self) -> Sequence[torch.Size]:
@@ -49,13 +49,13 @@ class Linear(nn.Linear, LinearMethodModule):
     """x (N, in) -> x Wᵀ + b.
 
     A size may be a `Shard`, the part of this rank. If the inputs are sharded, which allows no bias, the caller sums the
-    results of all ranks. With an 8-bit float weight, inputs are quantized too, unless they are quantized already. An
-    8-bit scale is computed from the rank's part of a row.
+    results of all ranks. With `Fp8Linear`, inputs are quantized too, unless they are quantized already. If a
+    weight is quantized here, its scales are computed from the rank's part of a row.
     """
 
-    method: LinearMethod | None = None
-    quantized: QuantizedParts | None = None  # the checkpoint's quantized weight, until it is processed
-    group_size: int | None = None  # of these
+    linear_method: LinearMethod | None = None
+    quantized_parts: QuantizedParts | None = None  # the checkpoint's quantized weight, until it is processed
+    group_size: int | None = None  # of the checkpoint's quantized weight
     adapters: AdapterStack | None = None  # where requests may have adapters of their own
 
     def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
@@ -66,23 +66,23 @@ class Linear(nn.Linear, LinearMethodModule):
 
     @property
     def is_fp8(self) -> bool:
-        return self.linear_method is Fp8Linear
+        return self.linear_method_cls is Fp8Linear
 
     def weight_shapes(self) -> Sequence[torch.Size]:
         return (torch.Size((self.out_features, self.in_features)),)
 
     def keep_quantized(self, group_size: int) -> None:
         """Keep the checkpoint's quantized weight, in groups of this size; call it before weights are loaded."""
-        self.quantized, self.group_size, self.weight = QuantizedParts(*self.weight_shapes()), group_size, None
+        self.quantized_parts, self.group_size, self.weight = QuantizedParts(*self.weight_shapes()), group_size, None
 
     def process_weights_after_loading(self) -> None:
-        if self.linear_method is not None:
-            weight = self.weight if self.quantized is None else self.quantized.joined()
-            self.method = self._make_method(weight)
-            self.weight = self.quantized = None
+        if self.linear_method_cls is not None:
+            weight = self.weight if self.quantized_parts is None else self.quantized_parts.joined()
+            self.linear_method = self._make_method(weight)
+            self.weight = self.quantized_parts = None
 
     def _make_method(self, weight: Tensor | QuantizedTensor) -> LinearMethod:
-        return self.linear_method(weight, self.bias)
+        return self.linear_method_cls(weight, self.bias)
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
         yield from self._views(self.rows)
@@ -91,8 +91,8 @@ class Linear(nn.Linear, LinearMethodModule):
         """Views of the tensors whose rows begin at row `start` of the parameter."""
         at = slice(start, start + rows.length)
         columns = slice(self.columns.length)
-        if self.quantized is not None:
-            yield CheckpointView("weight", part, self.quantized.view(at, columns), (rows, self.columns))
+        if self.quantized_parts is not None:
+            yield CheckpointView("weight", part, self.quantized_parts.view(at, columns), (rows, self.columns))
         elif self.weight is not None:
             yield CheckpointView("weight", part, self.weight.data[at, columns], (rows, self.columns))
         if self.bias is not None:
@@ -109,7 +109,7 @@ class Linear(nn.Linear, LinearMethodModule):
         return y
 
     def _product(self, x: Tensor | Fp8Rows) -> Tensor:
-        return nn.Linear.forward(self, x) if self.method is None else self.method(x)
+        return nn.Linear.forward(self, x) if self.linear_method is None else self.linear_method(x)
 
 
 class MergedLinear(Linear):
@@ -144,16 +144,15 @@ class SiluGate(MergedLinear):
         super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
     def _make_method(self, weight: Tensor | QuantizedTensor) -> LinearMethod:
-        if (
-            self.linear_method is OneDNNLinear and self.adapters is None
-        ):  # which add to what the activation is applied to
+        # Adapters add to what the activation is applied to.
+        if self.linear_method_cls is OneDNNLinear and self.adapters is None:
             return OneDNNGate(weight, self.bias)
         return super()._make_method(weight)
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor | Fp8Rows:
-        """With a weight of 8-bit floats, the result is rounded to 8 bits too."""
-        if isinstance(self.method, OneDNNGate):
-            return self.method(x)
+        """With `Fp8Linear`, the result is quantized to 8 bits too."""
+        if isinstance(self.linear_method, OneDNNGate):
+            return self.linear_method(x)
         gate_up = Linear.forward(self, x, adapters)
         return silu_mul_fp8(gate_up) if self.is_fp8 else silu_mul(gate_up)
 
@@ -184,16 +183,18 @@ def by_rows(layers: Callable[..., Tensor], x: Tensor | Fp8Rows, adapters: Adapte
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights in `dtype`, or in the forms that were chosen for them; the model may be a meta one.
+    """Bytes of a model's weights in `dtype`, or as their linear methods store them; the model may be a meta one.
 
-    A head in another form is a copy, also if it is tied to the embedding.
+    A head with a linear method is a copy, also if it is tied to the embedding.
     """
     total, shared = 0, set()
     for module in model.modules():
         own = module.named_parameters(recurse=False)
-        if isinstance(module, LinearMethodModule) and module.linear_method is not None:
+        if isinstance(module, LinearMethodModule) and module.linear_method_cls is not None:
             group_size = getattr(module, "group_size", None)
-            total += sum(module.linear_method.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes())
+            total += sum(
+                module.linear_method_cls.num_bytes(shape, dtype, group_size) for shape in module.weight_shapes()
+            )
             own = [(name, parameter) for name, parameter in own if parameter.dim() == 1]
         for _, parameter in own:
             if parameter not in shared:

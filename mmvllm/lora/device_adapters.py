@@ -11,7 +11,7 @@ from mmvllm.models.lora import linear_regions
 
 
 class DeviceAdapters:
-    """Allocates the slots, which are empty; to be made before weights take their forms."""
+    """Allocates the slots, which are empty; to be made before weights are processed."""
 
     def __init__(self, model: Model, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device):
         self.num_slots, self.device = num_slots, device

@@ -1,7 +1,7 @@
 """Fetches images and videos over HTTP from the hosts that a MediaPolicy allows.
 
-The host name and the addresses of every redirect are checked, and the connection goes to the checked address. It is
-for the URLs of a server's clients; URLs that the caller of `LLM` gives are fetched by `processors/download.py`.
+The host name and the addresses of every redirect are checked, and the connection goes to the checked address. This
+module is for the URLs of a server's clients; `processors/download.py` fetches URLs that the caller of `LLM` gives.
 """
 
 import asyncio

@@ -97,8 +97,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, kv_cache: KVCache, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
         """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.
 
-        `deepstack` (arXiv 2406.04334) has image rows (M, C) for each of the first layers, to be added to its output;
-        rows for layers that the decoder does not have are ignored, as in transformers.
+        `deepstack` (arXiv 2406.04334) has embeddings (M, C) for each of the first layers, to be added to its output;
+        embeddings for layers that the decoder does not have are ignored, as in transformers.
         """
         cos, sin = mrope_cos_sin(batch.positions, self.config, x.dtype)
         residual = None

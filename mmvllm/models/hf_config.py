@@ -143,7 +143,7 @@ def _max_new_tokens(generation: dict) -> int | None:
 
 
 def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
-    """Sampling defaults as in transformers: `do_sample` false is greedy; true without a temperature means 1."""
+    """Sampling defaults as in transformers: without `do_sample` greedy, with it a temperature of 1 if none is given."""
     do_sample = generation.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise ValueError(f"generation_config.json's do_sample is {do_sample!r}, must be true or false")

@@ -3,11 +3,11 @@
 A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what families
 share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family.
 
-How a recurrent state per sequence, which is not here yet, would fit: as a second cache, indexed by the row that a
-running sequence has in `InputBatch`, which `Batch` then carries. A state exists at the positions where it was saved, so
-a prefix hit and `BlockManager.fork` begin at the last of these, and `ModelConfig` says which layers have a KV cache.
-The next step may be in flight when one is committed, so the step that reaches such a position copies the state, and
-its commit makes the copy known.
+How a recurrent state per sequence, which is not here yet, would fit: as a second cache, indexed by the request
+index that a running sequence has in `InputBatch`, which `Batch` then carries. A state exists at the positions where it
+was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and `ModelConfig` says which layers have
+a KV cache. The next step may be in flight when one is committed, so the step that reaches such a position copies the
+state, and its commit makes the copy known.
 """
 
 from abc import ABC, abstractmethod
@@ -62,8 +62,9 @@ class Model(nn.Module, ABC):
     def hidden_states(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
         """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.logits_indices`, on every rank.
 
-        mm_embeds (M, mm_embed_size) replace the tokens `batch.mm_token_indices`; kv_cache (layers, 2, num_blocks,
-        block_size, K, D) is written in place.
+        mm_embeds (M, mm_embed_size) belong to the placeholder tokens `batch.mm_token_indices`: the first C values
+        replace their embeddings, further ones are added after the first layers (DeepStack). kv_cache (layers, 2,
+        num_blocks, block_size, K, D) is written in place.
         """
 
     @abstractmethod

@@ -244,7 +244,7 @@ def _read_values(path: Path, modules: Iterable[str]) -> dict[tuple[str, str], Te
 
 
 def linear_regions(model: Model) -> dict[Target, Region]:
-    """The weights that an adapter may change, and what this rank holds of them; before they take their forms."""
+    """The weights that an adapter may change, and what this rank holds of them; before they are processed."""
     regions = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Linear) and not isinstance(module, VocabularyHead):

@@ -33,7 +33,7 @@ def choose_linear_methods(
     """
     for name, module in model.named_modules():
         if isinstance(module, LinearMethodModule):
-            module.linear_method = _linear_method(name, module, device, dtype, quantization)
+            module.linear_method_cls = _linear_method(name, module, device, dtype, quantization)
 
 
 def _linear_method(
@@ -78,7 +78,7 @@ def keep_quantized(model: Model, device: torch.device, dtype: torch.dtype) -> No
         ):
             method = None  # a layer of the decoder rounds the inputs of all its products, or of none
         if method is not None:
-            layers[name].linear_method = method
+            layers[name].linear_method_cls = method
             layers[name].keep_quantized(_group_size(layers[name], _scheme(model, name, layers[name])))
 
 

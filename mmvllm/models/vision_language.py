@@ -1,4 +1,4 @@
-"""A ViT whose rows replace the placeholders' embeddings in front of a decoder: the models of the Qwen-VL families.
+"""A ViT whose embeddings are spliced in at the placeholders, in front of a decoder: the models of the Qwen-VL families.
 
 The same class without a ViT serves text-only checkpoints of the decoder.
 """

@@ -46,7 +46,7 @@ def load_model(
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
     Of several ranks, each builds and reads its own part only. A module is allocated when the first of its tensors is
-    read, and takes the forms of its weights when the last one is, so that there are never two copies of the model.
+    read, and processes its weights when the last one is, so that there are never two copies of the model.
     `prepare` is called with the model before it has values; what it adds to modules is not loaded. What the adapter in
     the folder `lora` adds is merged.
     Raises ValueError for damaged weights, for tensors that do not match the config, which it names, for an adapter that
@@ -72,7 +72,7 @@ def load_model(
 
 
 class Places:
-    """Where the tensors of a checkpoint belong; modules are allocated and converted as they are filled.
+    """Where the tensors of a checkpoint belong; modules are allocated and processed as they are filled.
 
     Args:
         most_values: the most values of one module; ValueError is raised for a larger one, before it takes memory.

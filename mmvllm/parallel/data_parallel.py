@@ -57,7 +57,7 @@ class DataParallelEngines:
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self._changed = threading.Condition()
-        self._ready: list[EngineReady | None] = [None] * size  # of engines that are up
+        self._ready_messages: list[EngineReady | None] = [None] * size  # of engines that are up
         self._reasons = ["it is being started"] * size  # why the others are not
         self._startup_errors: list[Exception] = []
         self._listener: EngineListener | None = None
@@ -72,7 +72,7 @@ class DataParallelEngines:
         except BaseException:
             self.exit()
             raise
-        self.ready = tuple(ready)
+        self.ready_messages = tuple(ready)
         self.max_model_len = min(own.max_model_len for own in ready)
         self.max_num_seqs = sum(own.max_num_seqs for own in ready)
         self.block_size = ready[0].block_size
@@ -92,13 +92,13 @@ class DataParallelEngines:
     def reasons_down(self) -> list[str | None]:
         """For each engine the reason why it is down, or None if it is up."""
         with self._changed:
-            return [None if ready else why for ready, why in zip(self._ready, self._reasons, strict=True)]
+            return [None if ready else why for ready, why in zip(self._ready_messages, self._reasons, strict=True)]
 
     def listen(self, listener: EngineListener) -> None:
         """Report engine events to `listener` from now on, beginning with the engines that are down."""
         with self._changed:
             self._listener = listener
-            for index, ready in enumerate(self._ready):
+            for index, ready in enumerate(self._ready_messages):
                 if ready is None:
                     listener.on_lost(index, self._reasons[index], None)
 
@@ -107,9 +107,9 @@ class DataParallelEngines:
         self._supervisors[index].send(command)
 
     def has_failed(self) -> bool:
-        """Whether no engine is up and all restarts have failed."""
+        """Whether no engine is up, and the last `MAX_FAILED_STARTS` starts of each have failed."""
         with self._changed:
-            is_up = any(self._ready)
+            is_up = any(self._ready_messages)
         return not is_up and all(supervisor.num_failed_starts >= MAX_FAILED_STARTS for supervisor in self._supervisors)
 
     def give_up(self) -> None:
@@ -126,7 +126,7 @@ class DataParallelEngines:
 
     def on_ready(self, index: int, ready: EngineReady) -> None:
         with self._changed:
-            self._ready[index] = ready
+            self._ready_messages[index] = ready
             self._changed.notify_all()
             listener = self._listener
         if listener is not None:
@@ -139,23 +139,23 @@ class DataParallelEngines:
     def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None:
         self._listener.on_unsendable(index, command, error)
 
-    def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
+    def on_lost(self, index: int, reason: str, startup_error: Exception | None) -> None:
         with self._changed:
-            self._ready[index], self._reasons[index] = None, reason
+            self._ready_messages[index], self._reasons[index] = None, reason
             listener = self._listener
             if listener is None:
-                self._startup_errors.append(refusal or EngineFailed(f"engine {index} did not start: {reason}"))
+                self._startup_errors.append(startup_error or EngineFailed(f"engine {index} did not start: {reason}"))
                 self._changed.notify_all()
         if listener is not None:
             logger.warning("engine %d has ended and is started again: %s", index, reason)
-            listener.on_lost(index, reason, refusal)
+            listener.on_lost(index, reason, startup_error)
 
     def _wait_until_ready(self) -> list[EngineReady]:
         with self._changed:
-            wait_until(lambda: all(self._ready) or self._startup_errors, self._changed)
+            wait_until(lambda: all(self._ready_messages) or self._startup_errors, self._changed)
             if self._startup_errors:
                 raise self._startup_errors[0]
-            return [*self._ready]
+            return [*self._ready_messages]
 
 
 def _adapter_checks(model_config: ModelConfig, config: EngineConfig) -> AdapterStore:

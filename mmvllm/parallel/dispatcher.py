@@ -67,13 +67,17 @@ class Dispatcher:
         on_failure: Callable[[BaseException], None],
     ):
         self._engines, self._deliver, self._on_failure = engines, deliver, on_failure
-        num_tokens = min(ready.num_blocks * ready.block_size for ready in engines.ready)  # that an engine may cache
+        num_tokens = min(
+            ready.num_blocks * ready.block_size for ready in engines.ready_messages
+        )  # that an engine may cache
         self._router = Router(engines.size, capacity=max(1, num_tokens // BLOCK_TOKENS))
         self._lock = threading.Lock()
         self._assigned: dict[int, _Assignment] = {}  # by key, in order of arrival
         self._by_receiver: dict[Receiver, _Assignment] = {}
         self._keys = count()
-        self._stats = [EngineStats(num_blocks=ready.num_blocks) for ready in engines.ready]  # of the processes that run
+        self._stats = [
+            EngineStats(num_blocks=ready.num_blocks) for ready in engines.ready_messages
+        ]  # of the processes that run
         self._before = [EngineStats()] * engines.size  # totals of those before them
         self._failing: list[str | None] = [None] * engines.size
         engines.listen(self)
@@ -96,7 +100,7 @@ class Dispatcher:
             self._deliver([(receiver, not_sendable(error))])
             return
         key, params = next(self._keys), replace(params, logits_processors=())
-        if params.seed is None:  # engines draw equal seeds themselves
+        if params.seed is None:  # each engine would draw the same seeds
             params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._engines.seed}:{key}".encode()))
         items = [(item.offset, item.digest) for item in prompt.items]
         adapter = options.get("lora_request")
@@ -201,7 +205,7 @@ class Dispatcher:
         if request is not None:
             self._deliver([(request.receiver, RequestFailed(f"preparation failed: {error}"))])
 
-    def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
+    def on_lost(self, index: int, reason: str, startup_error: Exception | None) -> None:
         if self._engines.has_failed():
             self._engines.give_up()
             self._on_failure(RuntimeError(f"no engine can be started again: {reason}"))

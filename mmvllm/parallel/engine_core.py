@@ -89,7 +89,7 @@ class EngineOutputs:
 
 
 @dataclass(slots=True, eq=False)
-class _FrontEndRequest:
+class _FrontEndReceiver:
     """Receives the deltas of a request of the front-end process."""
 
     key: int
@@ -105,7 +105,7 @@ class EngineCoreProc:
     def __init__(self, engine: LLMEngine, channel: Channel, events: Connection, release_after: float | None):
         self._engine, self._channel, self._events = engine, channel, events
         self._sending = threading.Lock()
-        self._receivers: dict[int, _FrontEndRequest] = {}
+        self._receivers: dict[int, _FrontEndReceiver] = {}
         self._thread = EngineThread(engine, self._deliver, self._fail, release_after)
 
     def run(self) -> None:
@@ -116,7 +116,7 @@ class EngineCoreProc:
         try:
             while self._run_commands():
                 pass
-        except (EOFError, OSError):  # the front process has ended
+        except (EOFError, OSError):  # the front-end process has ended
             pass
         self._thread.stop()
 
@@ -138,7 +138,7 @@ class EngineCoreProc:
 
     def _add(self, command: AddCommand) -> None:
         options = command.options
-        receiver = _FrontEndRequest(command.key, command.request_id, options["arrival_time"], command.num_completions)
+        receiver = _FrontEndReceiver(command.key, command.request_id, options["arrival_time"], command.num_completions)
         self._receivers[command.key] = receiver
         try:  # here, so that the engine's thread need not
             params = _with_functions(command)

@@ -1,6 +1,6 @@
 """Which engine of data parallel serving computes a request: one that has much of it cached, within a bound on the load.
 
-A request is identified by the hashes of its prompt's leading blocks, chained as in the prefix cache
+A request is known by keys: hashes of its prompt's leading blocks, chained as in the prefix cache
 (`scheduler/block_manager.py`), and by its images, which the encoder cache holds whatever text stands before them. The
 router remembers for each engine the keys it was given last. A request goes to the engine that saves the most tokens,
 among those whose load is within the bound; for equal savings to the least loaded, then to the least recently chosen.
@@ -39,7 +39,7 @@ class Fingerprint:
     """What the router knows of a request.
 
     Args:
-        keys: of the leading full blocks of `BLOCK_TOKENS` tokens, in order. Equal keys stand for equal prompts up to
+        keys: of the leading full blocks of `BLOCK_TOKENS` tokens, in order. Equal keys mean equal prompts up to
             the end of the block, with equal items and an equal cache salt.
         cost: tokens to compute: the prompt and an estimate of the completion.
         items: (key, number of placeholder tokens) of each different item.

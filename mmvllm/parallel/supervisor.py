@@ -12,11 +12,11 @@ from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command, EngineCore
 logger = logging.getLogger(__name__)
 
 INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds; doubles with each crash
-STABLE_SECONDS = 60.0  # of service after which the backoff is reset
+STABLE_SECONDS = 60.0  # from its start, after which the end of a process resets the backoff
 
 
 class EngineListener(Protocol):
-    """Callbacks of an engine's thread; `index` is the engine's."""
+    """Callbacks about engine `index`, from its supervisor's thread; `on_unsendable` from its client's."""
 
     def on_ready(self, index: int, ready: EngineReady) -> None: ...
 
@@ -24,8 +24,8 @@ class EngineListener(Protocol):
 
     def on_unsendable(self, index: int, command: AddCommand, error: Exception) -> None: ...
 
-    def on_lost(self, index: int, reason: str, refusal: Exception | None) -> None:
-        """A process has ended; `refusal` is the error if the engine could not be created."""
+    def on_lost(self, index: int, reason: str, startup_error: Exception | None) -> None:
+        """A process has ended; `startup_error` is the error if the engine could not be created."""
         ...
 
 
@@ -82,11 +82,11 @@ class EngineSupervisor:
     def _run(self) -> None:
         while not self._is_exiting:
             started, self._is_ready = time.monotonic(), False
-            reason, refusal = self._run_once()
+            reason, startup_error = self._run_once()
             self.num_failed_starts = 0 if self._is_ready else self.num_failed_starts + 1
             self._num_crashes = 0 if time.monotonic() - started > STABLE_SECONDS else self._num_crashes + 1
             if not self._is_exiting:
-                self._listener.on_lost(self._index, reason, refusal)
+                self._listener.on_lost(self._index, reason, startup_error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_exiting, backoff_seconds(self._num_crashes))
 

@@ -50,7 +50,7 @@ class CheckpointQuantization:
         layers: name patterns with their schemes; the first match counts.
         ignored: name patterns of layers that are not quantized.
 
-    The constructor and all methods raise PatternError for a pattern that is invalid or takes too long to match.
+    The constructor, `scheme_of` and `scheme_for` raise PatternError for a pattern that is invalid or takes too long.
     """
 
     method: str
@@ -78,7 +78,7 @@ class CheckpointQuantization:
         return any(self._matching.is_match(self._expressions[pattern], name) for name in names)
 
     def scheme_for(self, layer: str) -> WeightScheme:
-        """The scheme of a layer whose tensors are quantized, even if the config ignores it and all schemes are equal.
+        """The scheme of a layer whose tensors are quantized; if the config gives none, the only scheme that there is.
 
         Lists of ignored layers are unreliable, because tools disagree on what a name matches.
         Raises ValueError if the config does not tell the scheme.

@@ -14,7 +14,7 @@ _MULTIPLE = 16  # of both sizes of a weight, for torch._scaled_mm on CUDA
 class Fp8Linear(LinearMethod):
     """A weight in e4m3 with a scale per row; inputs are quantized dynamically, unless they are quantized already.
 
-    On a rank that holds a slice of the columns, scales are computed from that slice.
+    A rank that holds a slice of the columns computes scales from that slice; scales of a checkpoint are kept.
     """
 
     _CHUNK = 1024  # rows quantized at a time, so that intermediate results take little memory
@@ -64,7 +64,7 @@ def fp8_unusable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _product_fails(device: torch.device) -> str | None:
-    """The error of a small product, if there is one: some builds of torch and some GPUs lack scales per row."""
+    """The error of a small product, or None: torch's builds for Windows, and some GPUs, support no scale per row."""
     rows = quantize_rows_torch(torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device))
     try:
         scaled_linear(rows, rows.values, rows.scale, None).sum().item()

@@ -10,7 +10,7 @@ from mmvllm.quantization.quantized_tensor import QuantizedTensor
 
 
 class LinearMethod(ABC):
-    """The weight (out, in) and bias (out,) of one layer, processed after loading for fast or small products."""
+    """The weight (out, in) and bias (out,) of one layer, stored for fast products or little memory."""
 
     @abstractmethod
     def __init__(self, weight: Tensor | QuantizedTensor, bias: Tensor | None): ...

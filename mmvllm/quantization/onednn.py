@@ -80,7 +80,7 @@ class Int8Linear(LinearMethod):
 
     def __init__(self, weight: Tensor | QuantizedTensor, bias: Tensor | None):
         quantized = weight if isinstance(weight, QuantizedTensor) else quantize(weight, bits=8)
-        if quantized.zeros is not None or quantized.scales.shape[1] > 1:  # groups of columns are requantized to rows
+        if quantized.zeros is not None or quantized.scales.shape[1] > 1:  # quantized again, with one scale per row
             quantized = quantize(quantized.dequantized(), bits=8)
         self.scale = quantized.scales.flatten()
         self.weight = torch.ops.onednn.qlinear_prepack(quantized.qweight, None)
@@ -169,19 +169,19 @@ class Int4Linear(LinearMethod):
 
 
 def _largest_magnitude(x: Tensor) -> Tensor:
-    """The largest magnitude of each row (N, 1), by integer comparison, which is faster."""
+    """The largest magnitude of each row (N, 1), compared as integers: faster, and ordered as positive floats are."""
     integer, all_but_sign = _BITS[x.dtype]
     return x.view(integer).bitwise_and(all_but_sign).amax(dim=1, keepdim=True).view(x.dtype)
 
 
 def _pack_int4(qweight: Tensor) -> Tensor:
-    """Codes (out, in) from 0 to 15, `out` a multiple of 64 -> the same two in a byte, in the layout of this CPU."""
+    """Values (out, in) from 0 to 15, `out` a multiple of 64 -> the same two in a byte, in the layout of this CPU."""
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     return torch.cat([pack(rows.int().contiguous(), 1) for rows in qweight.split(1024)])
 
 
 def _unpack_int4(blocks: Tensor) -> Tensor:
-    """Codes of blocks of 64 outputs (B, in, 32) -> (B, in, 64) int8.
+    """Values of blocks of 64 outputs (B, in, 32) -> (B, in, 64) int8.
 
     A byte holds the values of outputs i and i + 32: see weight_to_int4pack_kernel in torch's int4mm_kernel.cpp.
     """

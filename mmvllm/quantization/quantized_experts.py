@@ -68,7 +68,7 @@ def _all_experts(
         raise ValueError(f"{name}{_SCALE} is {tuple(scales.shape)}, needs {len(qweight)} experts")
     scheme = quantization.scheme_for(name)
     pairs = zip(qweight, scales, strict=True)
-    parts = [{"weight": code, "weight_scale": scale} for code, scale in pairs]
+    parts = [{"weight": values, "weight_scale": scale} for values, scale in pairs]
     return StackedTensor([[StoredQuantizedTensor(read_quantized_layer(name, part, scheme))] for part in parts])
 
 

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights and 16-bit activations on GPUs, as in Marlin."""
+"""Linear methods of GPUs for quantized weights and 16-bit activations (`kernels/quantized_linear.py`)."""
 
 from typing import ClassVar
 

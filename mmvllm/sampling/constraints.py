@@ -181,7 +181,7 @@ def _processor_failed(reason: str) -> ConstraintFailed:
 
 
 def _is_row_of_logits(made: Any, logits: Tensor) -> bool:
-    """Whether it can stand for the logits; not a tensor without values, a sparse one, or one of complex numbers."""
+    """Whether it can replace the logits: not a tensor without values, a sparse one, or one of complex numbers."""
     is_dense = isinstance(made, Tensor) and made.layout is torch.strided and not made.is_meta
     return is_dense and made.shape == logits.shape and not made.is_complex()
 

@@ -18,7 +18,7 @@ _IN_PROMPT, _LARGEST_COUNT = -(2**15), 2**15 - 1  # of an int16 of `PenaltyCount
 
 
 class SamplingStates:
-    """Indexed by request index. The device's copy is refreshed, in one transfer, before its next use."""
+    """The sampler's state, by request index. The device's copy is refreshed, in one transfer, before its next use."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
@@ -36,7 +36,7 @@ class SamplingStates:
         self._is_stale = device.type != "cpu"
 
     def add_sequence(self, req_index: int, seq: Sequence, end_ids: frozenset[int]) -> None:
-        """Write the parameters of a sequence whose tokens are all known; `end_ids` are the model's end tokens."""
+        """Write the parameters of a sequence whose tokens are all known; the model's `end_ids` end it, and its own."""
         p = seq.sampling_params
         needs = RANDOM if p.temperature >= GREEDY_BELOW else 0
         counts_row = 0
@@ -92,9 +92,8 @@ class PenaltyCounts:
     """Token counts for `penalize`, of sequences with penalties; memory grows with their number."""
 
     def __init__(self, vocab_size: int, device: torch.device):
-        self._pool = torch.zeros(
-            1, vocab_size, dtype=torch.int16, device=device
-        )  # row 0 is for sequences without penalties
+        # Row 0 is for sequences without penalties.
+        self._pool = torch.zeros(1, vocab_size, dtype=torch.int16, device=device)
         self._pool_rows: dict[int, int] = {}  # by request index; kept for the next sequence there
 
     @property

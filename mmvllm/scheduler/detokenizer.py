@@ -13,7 +13,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class Pieces(dict[int, str | None]):
-    """The text of each token, found when it first occurs; None for one that may stand for part of a character.
+    """The text of each token, found when it first occurs; None for one that may be part of a character.
 
     Only tokens of a byte-level vocabulary have a text of their own, whatever stands before them.
     """

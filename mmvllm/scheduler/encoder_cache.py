@@ -1,8 +1,9 @@
 """Tracks which items' embeddings are on the device, within a byte budget; the model runner owns the tensors.
 
 The scheduler acquires an item before the first chunk that touches it and releases it after the last; in between its
-rows cannot be dropped. Rows without users stay while the budget allows and serve the next request with the same item;
-the least recently used are dropped first. What was dropped is reported once (`take_freed`), and the runner frees it.
+embeddings cannot be dropped. Embeddings without users stay while the budget allows and serve the next request with the
+same item; the least recently used are dropped first. What was dropped is reported once (`take_freed`), and the
+runner frees it.
 """
 
 from collections import OrderedDict
@@ -71,7 +72,7 @@ class EncoderCache:
             self._entries[digest].is_encoded = True
 
     def keep_encoded(self, is_on_device: Callable[[bytes], bool]) -> None:
-        """After failed steps: the embeddings of some items may be missing, and are encoded again."""
+        """After failed steps: items whose embeddings are not on the device will be encoded again."""
         for digest, entry in list(self._entries.items()):
             entry.is_encoded = entry.is_encoded and is_on_device(digest)
             if not entry.users and not entry.is_encoded:

@@ -1,4 +1,4 @@
-"""Outputs of a prompt's hidden states, collected chunk by chunk: log-probabilities or a pooled vector.
+"""Outputs computed from a prompt's hidden states, collected chunk by chunk: log-probabilities or a pooled vector.
 
 Each token's hidden state is used once and in order, whatever chunks and preemptions there are. The prefix cache has no
 hidden states, so it is not used for tokens whose outputs are still missing.
@@ -48,7 +48,7 @@ class PromptLogprobs(PromptOutputs):
 
     def commit(self, tokens: range, found: LogprobsLists, token_ids: Sequence[int]) -> bool:
         """Keep the log-probabilities of the next tokens of a sequence; False if one is NaN."""
-        assert tokens.start == self.next_token, f"tokens {tokens} were read, the next is {self.next_token}"
+        assert tokens.start == self.next_token, f"tokens {tokens} were computed, the next is {self.next_token}"
         targets = token_ids[tokens.start + 1 : tokens.stop + 1]
         for target, logprob, rank, top, ids in zip(
             targets, found.logprobs, found.ranks, found.top, found.top_ids, strict=True
@@ -72,7 +72,7 @@ class PoolingState(PromptOutputs):
 
     def commit(self, tokens: range, total: Sequence[float], token_ids: Sequence[int]) -> bool:
         """Add the sum of the next tokens; False if it is not finite."""
-        assert tokens.start == self.next_token, f"tokens {tokens} were read, the next is {self.next_token}"
+        assert tokens.start == self.next_token, f"tokens {tokens} were computed, the next is {self.next_token}"
         added = np.array(total)
         self.total = added if self.total is None else self.total + added
         self.num_tokens += len(tokens)

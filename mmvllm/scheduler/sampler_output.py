@@ -1,4 +1,4 @@
-"""The tokens that a step sampled, and what it read of prompts, on the host."""
+"""What one step returns to the host: sampled tokens, prompt log-probabilities, sums of hidden states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

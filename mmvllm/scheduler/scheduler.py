@@ -320,7 +320,7 @@ class Scheduler:
         # Steps without a sampled token do not count: a long prompt could be preempted and begin again endlessly.
         self._clean_steps += bool(tokens)
         if sampled.prompt_outputs:
-            self._commit_reads(step, sampled)
+            self._commit_prompt_outputs(step, sampled)
         caches_prefixes, block_size = self.block_manager.enable_prefix_caching, self.block_manager.block_size
         for chunk in step.chunks:
             seq = chunk.seq
@@ -342,7 +342,7 @@ class Scheduler:
             at += chunk.samples
         return self._collect()
 
-    def _commit_reads(self, step: SchedulerOutput, sampled: SamplerOutput) -> None:
+    def _commit_prompt_outputs(self, step: SchedulerOutput, sampled: SamplerOutput) -> None:
         with_logprobs, pooled = step.prompt_output_chunks
         for chunk, found in zip(with_logprobs + pooled, sampled.prompt_outputs, strict=True):
             if chunk.is_current and not chunk.seq.prompt_outputs.commit(

@@ -241,14 +241,12 @@ class Sequence:
     def num_skippable_tokens(self) -> int:
         """Leading tokens that need not be computed where their keys and values are cached.
 
-        The last one is, for its logits, and so are those whose hidden states are still to be read.
+        The last token is computed for its logits, and tokens whose prompt outputs are missing are computed too.
         """
         last = self.num_tokens - 1
-        return (
-            last
-            if self.prompt_outputs is None or self.prompt_outputs.is_complete
-            else min(last, self.prompt_outputs.next_token)
-        )
+        if self.prompt_outputs is None or self.prompt_outputs.is_complete:
+            return last
+        return min(last, self.prompt_outputs.next_token)
 
     @property
     def num_cached_blocks(self) -> int:

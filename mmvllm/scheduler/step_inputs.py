@@ -35,13 +35,13 @@ class Prefills:
     req_indices: np.ndarray  # (F,) int64, indices into `InputBatch`
     position_deltas: np.ndarray  # (F,) int64
     blocks: np.ndarray  # (3, B) int64, of all sequences: request index, position in its block table, block
-    mm_token_indices: np.ndarray  # (M,) int64, which of the P tokens each embedding replaces
+    mm_token_indices: np.ndarray  # (M,) int64, which of the P tokens each embedding belongs to
     embed_slices: tuple[EmbedSlice, ...]  # where the M embeddings come from
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOutputTokens:
-    """Q prefill tokens whose hidden states are used, chunk by chunk.
+    """Q prefill tokens that have prompt outputs, chunk by chunk.
 
     The first L give prompt log-probabilities; the hidden states of each remaining chunk are summed for pooling.
     """
@@ -75,8 +75,8 @@ class StepInputs:
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
     new_items: tuple[MediaItem, ...]  # items to encode in this step
     encoders: tuple[int, ...]  # the rank that encodes each of them
-    freed_digests: tuple[bytes, ...]  # items that the encoder cache has evicted since the last step
-    prompt_outputs: PromptOutputTokens | None = None  # None if no hidden states are used
+    freed_digests: tuple[bytes, ...]  # items that the encoder cache has dropped since the last step
+    prompt_output_tokens: PromptOutputTokens | None = None  # None if the step has no prompt outputs
     item_slots: tuple[int | None, ...] = ()  # adapter slot of each new item, if any item has one
     new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) pairs, written before the step computes
     adapters: AdapterTokens | None = None  # None where no sequence uses one
@@ -114,7 +114,7 @@ def pack_step(step: SchedulerOutput, num_ranks: int = 1, num_slots: int = 0) -> 
         new_items=new_items,
         encoders=_deal([item.num_patches for item in new_items], num_ranks),
         freed_digests=step.freed_digests,
-        prompt_outputs=_prompt_output_tokens(step) if prefills is not None else None,
+        prompt_output_tokens=_prompt_output_tokens(step) if prefills is not None else None,
         item_slots=tuple(map(step.item_slots.get, step.items_to_encode)) if step.item_slots else (),
         new_adapters=step.new_adapters,
         adapters=_adapter_tokens(step, num_slots) if num_slots else None,
@@ -190,11 +190,11 @@ def _blocks(req_index: int, block_table: list[int]) -> np.ndarray:
 
 def _embed_slices(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.ndarray, tuple[EmbedSlice, ...]]:
     """The embeddings of each item that fall inside its chunk: their token indices, and their slices."""
-    at, spans = [np.empty(0, dtype=np.int64)], []
+    mm_token_indices, embed_slices = [np.empty(0, dtype=np.int64)], []
     for begin, chunk in zip(starts, chunks, strict=True):
         for i in chunk.seq.items_in(chunk.start, chunk.end):
             item = chunk.seq.items[i]
             first, last = item.embeds_in(chunk.start, chunk.end)
-            at.append(np.arange(first, last) + item.offset - chunk.start + begin)
-            spans.append(EmbedSlice(item.digest, first, last))
-    return np.concatenate(at), tuple(spans)
+            mm_token_indices.append(np.arange(first, last) + item.offset - chunk.start + begin)
+            embed_slices.append(EmbedSlice(item.digest, first, last))
+    return np.concatenate(mm_token_indices), tuple(embed_slices)

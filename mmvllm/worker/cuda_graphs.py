@@ -3,8 +3,8 @@
 A graph runs on fixed addresses with fixed shapes, so there is one for each of a few sizes, and a step is padded to the
 next size. Padding writes its keys and values to a scratch block that no sequence owns, and sees nothing else.
 
-`loading.py` decides whether graphs are captured, `ModelRunner.run` which steps use one, and `memory.py` how much memory
-they take.
+`loading.py` decides whether graphs are captured, `ModelRunner.run` which steps use one, and `memory.py` measures their
+memory.
 """
 
 from collections.abc import Callable

@@ -58,7 +58,7 @@ class DecodeGraphs:
         return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
 
     def run(self, inputs: StepInputs, mm_embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (D, V) and `StepInputs.samples` on the device, valid until the next run; there are no media rows."""
+        """Logits (D, V) and `StepInputs.samples` on the device, valid until the next run; `mm_embeds` is empty."""
         D = inputs.num_decodes
         size = self.sizes[bisect_left(self.sizes, D)]
         self._fill(inputs.decodes, size)

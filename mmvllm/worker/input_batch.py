@@ -1,7 +1,7 @@
-"""What the device keeps of each running sequence, so that a decode step copies three numbers for it.
+"""The device's state of running sequences, so that a decode step copies three numbers per sequence.
 
-A sequence has a row while it runs. Work is ordered in the device's stream: a row that is given to another sequence is
-written after the last step of its former one.
+A running sequence has a request index. Work is ordered in the device's stream: an index that is given to another
+sequence is written after the last step of its former one.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 
 class InputBatch:
-    """Tensors that change in place; the last row is for padding.
+    """Tensors that change in place, by request index; the last index is for padding.
 
     Args:
         max_blocks: of one sequence.
@@ -79,7 +79,7 @@ class InputBatch:
         self.block_table[new.blocks[0], new.blocks[1]] = new.blocks[2].int()
 
     def mixed_batch(self, step: MixedTensors, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Batch:
-        """The batch of a step with prefills, whose sequences have entered.
+        """The batch of a step with prefills, whose prefills were added (`add_prefills`).
 
         It reads nothing on the host but `query_lens` and `context_lens`, and can be captured in a graph: there, they
         are upper limits of what follows the D sequences that decode.
@@ -101,7 +101,7 @@ class InputBatch:
         )
 
     def _decode_tokens(self, decodes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows, ids, positions (3, D) and slots of the tokens that sequences decode; their last blocks are kept."""
+        """Request indices, ids, positions (3, D) and slots of decoded tokens; writes the sequences' last blocks."""
         req_indices, kv_lens, last_blocks = decodes.long()
         at = kv_lens - 1
         self.block_table[req_indices, at // self.block_size] = decodes[2]
@@ -114,5 +114,5 @@ class InputBatch:
         )
 
     def _block_tables(self, req_indices: Tensor, max_kv_len: int) -> Tensor:
-        """(S, max_blocks) of the sequences in these req_indices."""
+        """(S, max_blocks) of the sequences at these request indices."""
         return self.block_table[:, : -(-max_kv_len // self.block_size)].index_select(0, req_indices)

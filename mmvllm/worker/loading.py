@@ -36,7 +36,7 @@ def load_runner(
     adapters: DeviceAdapters | None = None
 
     def prepare(model: Model) -> None:
-        """Before the weights are loaded, because slots for adapters keep weights from some forms."""
+        """Before the weights are loaded, because adapter slots exclude some linear methods."""
         nonlocal adapters
         choose_linear_methods(model, device, dtype, config.quantization)
         if model_config.quantization is not None and config.quantization is None and config.load_format != "dummy":

@@ -138,7 +138,7 @@ def _full_cache(
 def _full_step(
     config: ModelConfig, num_tokens: int, num_logits: int, dtype: torch.dtype, kv_cache: KVCache
 ) -> tuple[Batch, Tensor, KVCache]:
-    """The model's arguments for one prompt of `num_tokens` image tokens, with `num_logits` logits."""
+    """The model's arguments for one prompt of `num_tokens` tokens, all of images if there is a ViT."""
     device = kv_cache.device
     batch = prompt_batch(num_tokens, num_logits, kv_cache.shape[3], device)
     if config.vision is not None:

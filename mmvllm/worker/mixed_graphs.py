@@ -1,7 +1,7 @@
 """Small steps with prefills as CUDA graphs, by number of tokens and of sequences that decode.
 
 What a graph has room for is filled up with sequences that decode into the scratch block, prefills without a token, and
-one prefill of the tokens that are left, of which there is at least one: image rows that are not needed go to the last.
+one prefill of the tokens that are left, of which there is at least one: unused embeddings go to the last token.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class MixedGraphs:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_cache.device)
 
     def _padded(self, step: MixedStep, size: StepSize) -> MixedStep:
-        """The step with as many tokens, sequences, image rows and logits as the graph has."""
+        """The step with as many tokens, sequences, embeddings and logits as the graph has."""
         (N, D), input_batch = size, self._input_batch
         own, left = step.decodes.shape[1], N - D - len(step.input_ids)
         req_index, _, scratch_block = input_batch.padding

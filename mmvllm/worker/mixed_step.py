@@ -61,8 +61,8 @@ class MixedStep:
             slot_mapping=new.slot_mapping,
             mm_token_indices=new.mm_token_indices + D,
             logits_indices=logits_indices
-            if inputs.prompt_outputs is None
-            else np.concatenate([logits_indices, inputs.prompt_outputs.token_indices + D]),
+            if inputs.prompt_output_tokens is None
+            else np.concatenate([logits_indices, inputs.prompt_output_tokens.token_indices + D]),
             samples=inputs.samples,
             query_lens=query_lens,
             kv_lens=np.concatenate([inputs.decodes[1], new.kv_lens]),

@@ -83,9 +83,8 @@ class ModelRunner:
         self.graphs: tuple[MixedGraphs | DecodeGraphs, ...] = ()
         self.vision_graphs: VisionGraphs | None = None
         self._no_embeds = torch.empty(0, model.config.mm_embed_size, dtype=dtype, device=device)
-        self._encoder_outputs: dict[
-            bytes, Tensor
-        ] = {}  # (M, mm_embed_size) of each item in the encoder cache, by digest
+        # (M, mm_embed_size) of each item in the encoder cache, by digest.
+        self._encoder_outputs: dict[bytes, Tensor] = {}
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int, vision: bool = False) -> None:
@@ -103,7 +102,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
         """Encode the step's new items, then run the decoder -> logits (R, V), on rank 0."""
-        fits_graphs = inputs.prompt_outputs is None and inputs.adapters is None
+        fits_graphs = inputs.prompt_output_tokens is None and inputs.adapters is None
         graphs = next((graphs for graphs in self.graphs if fits_graphs and graphs.fits(inputs)), None)
         self.prompt_outputs = None
         if self.ranks.size > 1:
@@ -126,18 +125,18 @@ class ModelRunner:
         else:
             batch, self.samples = self.input_batch.batch(inputs)
             watch.mark("copy")
-            rows = torch.cat(mm_embeds) if mm_embeds else self._no_embeds
-            logits = self._logits(self.model.hidden_states(batch, rows, self.kv_cache), inputs)
+            embeds = torch.cat(mm_embeds) if mm_embeds else self._no_embeds
+            logits = self._logits(self.model.hidden_states(batch, embeds, self.kv_cache), inputs)
         watch.mark("decoder")
         return logits
 
     def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """Hidden states (R + Q, C) -> logits (R, V); the prompt outputs of the Q others are in `prompt_outputs`."""
         R = inputs.samples.shape[1]
-        if inputs.prompt_outputs is not None:
+        if inputs.prompt_output_tokens is not None:
             compute = PromptOutputComputation if self.ranks.rank == 0 else compute_logits_part
-            self.prompt_outputs = compute(hidden[R:], inputs.prompt_outputs, self.model.logits)
-        return self.model.logits(hidden[:R] if inputs.prompt_outputs is not None else hidden)
+            self.prompt_outputs = compute(hidden[R:], inputs.prompt_output_tokens, self.model.logits)
+        return self.model.logits(hidden[:R] if inputs.prompt_output_tokens is not None else hidden)
 
     def send(self, inputs: StepInputs, watch: Stopwatch) -> None:
         """Let the other ranks run the step, if there are any."""
@@ -157,15 +156,15 @@ class ModelRunner:
         self.input_batch.last_tokens[self.samples[0].long()] = token_ids
 
     def _mm_embeds(self, inputs: StepInputs) -> list[Tensor]:
-        spans = inputs.prefills.embed_slices if inputs.prefills is not None else ()
-        return [self._encoder_outputs[span.digest][span.first : span.last] for span in spans]
+        slices = inputs.prefills.embed_slices if inputs.prefills is not None else ()
+        return [self._encoder_outputs[one.digest][one.first : one.last] for one in slices]
 
     def has_encoder_output(self, digest: bytes) -> bool:
         """Whether an item's embeddings are on the devices of all ranks."""
         return digest in self._encoder_outputs and self.worker_group.has_encoder_output(digest)
 
     def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
-        """Free all other embeddings; a failed step may not have freed what it should have."""
+        """Free the embeddings of all items but `digests`; a failed step may not have freed what it should have."""
         for digest in self._encoder_outputs.keys() - digests:
             del self._encoder_outputs[digest]
         self.worker_group.keep_encoder_outputs(digests)
@@ -178,11 +177,11 @@ class ModelRunner:
         ]
         num_samples = inputs.samples.shape[1]
         tokens = [Operation("broadcast", (num_samples,), torch.int64)] if num_samples else []
-        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.prompt_outputs), num_samples])
+        decoder = self.model.operations(inputs.num_tokens, [*slice_sizes(inputs.prompt_output_tokens), num_samples])
         return [*encoded, *([Operation("graph")] if in_graph else decoder), *tokens]
 
     def _encode(self, inputs: StepInputs) -> None:
-        """Run the ViT on the new items that this rank encodes, and broadcast the embeddings to all ranks."""
+        """Run the ViT on the new items that this rank encodes, and exchange embeddings: all ranks get all of them."""
         for rank, items in _by_encoder(inputs):
             if rank == self.ranks.rank and not inputs.item_slots:
                 self._encode_own(items)
@@ -197,11 +196,11 @@ class ModelRunner:
     def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
         """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
-            rows, is_kept = self._encode_group(group, slot)  # (M, mm_embed_size)
-            self._keep(group, rows, is_kept)
+            embeds, is_kept = self._encode_group(group, slot)  # (M, mm_embed_size)
+            self._keep(group, embeds, is_kept)
 
-    def _keep(self, items: list[MediaItem], rows: Tensor, is_kept: bool) -> None:
-        for item, own in zip(items, rows.split([item.num_tokens for item in items]), strict=True):
+    def _keep(self, items: list[MediaItem], embeds: Tensor, is_kept: bool) -> None:
+        for item, own in zip(items, embeds.split([item.num_tokens for item in items]), strict=True):
             # A copy: a view would keep the embeddings of the whole call in memory while one item is cached.
             self._encoder_outputs[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
 
@@ -209,8 +208,8 @@ class ModelRunner:
         if rank == self.ranks.rank:
             self.ranks.broadcast(torch.cat([self._encoder_outputs[item.digest] for item in items]), rank)
         else:
-            rows = self._no_embeds.new_empty(sum(item.num_tokens for item in items), self._no_embeds.shape[1])
-            self._keep(items, self.ranks.broadcast(rows, rank), True)
+            embeds = self._no_embeds.new_empty(sum(item.num_tokens for item in items), self._no_embeds.shape[1])
+            self._keep(items, self.ranks.broadcast(embeds, rank), True)
 
     def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
         """The embeddings of all items, and whether the next call leaves them intact."""

@@ -46,7 +46,7 @@ class VisionGraphs:
         return next(fitting, None)
 
     def run(self, size: int, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Rows (M, mm_embed_size) of patches (P, patch_dim), valid until the next run; the layout is on the host."""
+        """Patches (P, patch_dim) -> embeddings (M, mm_embed_size), valid until the next run; layout on the host."""
         P, kept = len(patches), self._layouts[size]
         self._patches[:P] = patches
         for own, tensor in zip(kept.tensors, layout.tensors, strict=True):
@@ -67,7 +67,10 @@ class VisionGraphs:
 
 
 def _padded_lens(lens: Sequence[int], size: int, longest: int) -> list[int]:
-    """Pad `lens` to the segment count of this graph; every length is at most `longest`. [] if there are too many."""
+    """Pad `lens` to the segment count of the graph for `size` patches.
+
+    They then sum to `size`, and no added length exceeds `longest`; [] if there are too many.
+    """
     whole, rest = divmod(size - sum(lens), longest)
     padded = [*lens, *[longest] * whole, rest]
     missing = size // PATCHES_PER_SEGMENT - len(padded)

@@ -7,7 +7,7 @@ from mmvllm.scheduler.step_inputs import StepInputs
 
 
 class WorkerGroup:
-    """The other ranks of a model that has a single one: none. `MultiprocessGroup` has several."""
+    """The other ranks, as rank 0 sees them. This class is for a single rank; `MultiprocessGroup` starts several."""
 
     failure: str | None = None  # why nothing can be computed any more
 
@@ -28,7 +28,7 @@ class WorkerGroup:
         return True
 
     def keep_encoder_outputs(self, digests: Set[bytes]) -> None:
-        """Free the embeddings of all other items."""
+        """Free the embeddings of all items but `digests`."""
 
     def call(self, function: Callable[[Any], None]) -> None:
         """Let the other ranks call a function, which is pickled, with their `ModelRunner`."""

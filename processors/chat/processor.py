@@ -30,7 +30,7 @@ def tokenize(tokenizer, text: str) -> list[int]:
 
 
 class Processor:
-    """mmvllm's request processor. Ids, grids and pixel values are equal to transformers' processors'.
+    """mmvllm's request processor; token ids, grids and pixel values equal what transformers' processor makes.
 
     Special tokens in messages and `chat_template_kwargs` are encoded as text, unless the request has
     `allow_special_tokens`.

@@ -14,7 +14,9 @@ from mmvllm.errors import RequestError
 from mmvllm.utils.text import with_whole_characters
 
 NEVER = "(?!)"  # a pattern without matches
-FIRST_MARK = 0xD800  # half of a surrogate pair: no valid text has it
+FIRST_MARK = (
+    0xD800  # half of a surrogate pair: no valid text has it, and it is one character, like the one that it replaces
+)
 
 
 class SpecialTokens:

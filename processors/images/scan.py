@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 
 # A progressive JPEG is decoded once per scan, and a scan may have a few bytes. libjpeg's own script for colour has 10
-# scans, mozjpeg, jpegli and cameras use fewer than 20; no encoder has a reason for more than about 60.
+# scans; mozjpeg, jpegli and cameras use fewer than 20; no encoder has a reason for more than about 60.
 MAX_JPEG_SCANS = 100
 MAX_JPEG_SEGMENTS = 1024  # before the first scan; a profile takes up to 255, XMP with a depth map about 200
 MAX_FILL_BYTES = 64 * 1024  # between those segments, and between the blocks of a GIF: Pillow reads them one by one

@@ -55,8 +55,8 @@ class VideoProcessorConfig(ImageProcessorConfig):
     def pixel_table(self) -> torch.Tensor:
         """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding for videos.
 
-        There rescaling is folded into mean and standard deviation, so that values differ from images' in the last
-        bit.
+        There rescaling is folded into mean and standard deviation, so the values differ in the last bit from the
+        values for images.
         """
         scale, levels = 1.0 / self.rescale_factor, torch.arange(256, dtype=torch.float32)
         mean, std = (torch.tensor(x, dtype=torch.float32) * scale for x in (self.image_mean, self.image_std))

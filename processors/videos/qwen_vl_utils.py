@@ -3,7 +3,7 @@
 It takes `fps` frames per second (2 by default), or `nframes`, evenly from the first to the last frame between
 `video_start` and `video_end`. It bounds the pixels of a frame by `min_pixels` and `max_pixels`, and the pixels of all
 frames by `total_pixels`. For a list of frames, `sample_fps` is their rate, and `raw_fps` is the rate of the video that
-they were sampled from; its timestamps treat them as the first frames of that video.
+they were sampled from; timestamps are computed as if they were the first frames of that video.
 """
 
 import math

@@ -130,7 +130,7 @@ def test_a_machine_is_measured(dtype, quantization, method, monkeypatch):
     """With the products of the kind of quantization, of which those with 8 bits are the fastest for 4 bits."""
     methods, process = [], Linear.process_weights_after_loading
     monkeypatch.setattr(
-        Linear, "process_weights_after_loading", lambda layer: (methods.append(layer.linear_method), process(layer))
+        Linear, "process_weights_after_loading", lambda layer: (methods.append(layer.linear_method_cls), process(layer))
     )
     monkeypatch.setitem(roofline.READ_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr(roofline, "MATRIX_SIZES", {"cpu": 64})
@@ -157,7 +157,7 @@ def test_stored_bytes_are_those_of_codes_scales_and_all_else():
     model.decoder.embed_tokens, model.lm_head = nn.Embedding(10, 64), Linear(64, 10, bias=False)
     model.lm_head.weight = model.decoder.embed_tokens.weight
     packed, quantized, moe = Linear(64, 32), Linear(64, 32, bias=False), nn.Module()
-    packed.linear_method, quantized.linear_method = Int8Linear, W4A16Linear
+    packed.linear_method_cls, quantized.linear_method_cls = Int8Linear, W4A16Linear
     for layer in (packed, quantized):
         layer.process_weights_after_loading()
     moe.experts = Linear(64, 16, bias=False)

@@ -1,4 +1,4 @@
-"""Checkpoints in every published format answer as the values answer that they stand for."""
+"""Checkpoints in every published format answer as their dequantized values do."""
 
 import pytest
 import torch
@@ -145,14 +145,14 @@ def prepare(model: Model) -> None:
 @pytest.mark.parametrize("ranks", [SINGLE, PlannedRank(0, 2), PlannedRank(1, 2)], ids=["alone", "first", "second"])
 @pytest.mark.parametrize("method", FORMATS)
 def test_bfloat16_products_are_near_those_of_the_values(method, ranks, checkpoints, tmp_path):
-    """Codes are multiplied where a CPU can: those in 8 bits by inputs in 8 bits, others in bfloat16."""
+    """Quantized weights are multiplied where a CPU can: 8-bit integers by inputs in 8 bits, 4-bit ones in bfloat16."""
     linear_method = method_here(LINEAR_METHODS[method])
     saved = quantized_checkpoint(checkpoints("gqa2-tied"), tmp_path, method)
     quantized = load(saved.quantized, torch.bfloat16, ranks=ranks, prepare=prepare)
     exact = load(saved.dequantized, ranks=ranks)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         layer, plain = (model.get_submodule(f"decoder.layers.1.{name}") for model in (quantized, exact))
-        assert layer.linear_method is None if linear_method is None else type(layer.method) is linear_method
+        assert layer.linear_method is None if linear_method is None else type(layer.linear_method) is linear_method
         x = torch.randn(7, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
         error = (layer(x) - plain(x.float())).norm() / plain(x.float()).norm()
         assert error < (0.02 if linear_method is Int8Linear else 0.008)

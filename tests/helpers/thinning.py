@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-OTHER_RUNS = ("slow", "gpu", "browser", "clients")  # cases with these markers stand for no others
+OTHER_RUNS = ("slow", "gpu", "browser", "clients")  # cases with these markers represent no others
 
 
 def thin(items: Iterable[pytest.Item]) -> None:

@@ -128,7 +128,7 @@ def test_packed_experts_have_at_most_twice_the_error_of_plain_ones(number):
     mlp, x = sparse_mlp(4, 2, dtype), tokens(number, dtype)
     reference, exact = mlp(x), in_float64(mlp, x)
     pack_weights(mlp, dtype)
-    assert isinstance(mlp.experts.method[3][0], OneDNNLinear)
+    assert isinstance(mlp.experts.linear_method[3][0], OneDNNLinear)
     assert [name for name, _ in mlp.named_parameters()] == ["gate.weight"]
     assert_no_worse(mlp(x), reference, exact)
 
@@ -139,7 +139,7 @@ def test_int8_experts_are_as_accurate_as_8_bits_allow(dtype):
     mlp, x = sparse_mlp(4, 2, dtype), tokens(100, dtype)
     plain = mlp(x).double()
     pack_weights(mlp, dtype, "int8")
-    assert isinstance(mlp.experts.method[0][1], Int8Linear)
+    assert isinstance(mlp.experts.linear_method[0][1], Int8Linear)
     assert [name for name, _ in mlp.named_parameters()] == ["gate.weight"]
     assert (mlp(x).double() - plain).square().mean().sqrt() / plain.square().mean().sqrt() < 0.03
 

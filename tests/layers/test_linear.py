@@ -42,7 +42,7 @@ def test_packed_layers_have_at_most_twice_the_error_of_plain_ones(make, number):
     dtype = torch.bfloat16
     plain, packed = filled(make(), dtype), filled(make(), dtype)
     pack_weights(packed, dtype)
-    assert packed.method is not None and packed.weight is None
+    assert packed.linear_method is not None and packed.weight is None
     x = rows(number, 96, dtype)
     exact = filled(make(), dtype).double()(x.double())
     got, expected = packed(x), plain(x)
@@ -87,7 +87,7 @@ def test_float32_weights_are_not_packed():
     layer = filled(Linear(96, 72), torch.float32)
     pack_weights(layer, torch.float32)
     x = rows(3, 96, torch.float32)
-    assert layer.method is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert layer.linear_method is None and torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_merged_layers_split_their_output():
@@ -159,7 +159,7 @@ def test_weights_are_not_packed_without_onednn(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", None)  # its operators do not exist then either
     layer = filled(Linear(96, 72), torch.bfloat16)
     pack_weights(layer, torch.bfloat16)
-    assert layer.method is None
+    assert layer.linear_method is None
     with pytest.raises(ValueError, match="needs a torch with oneDNN"):
         pack_weights(layer, torch.bfloat16, "int8")
 

@@ -113,7 +113,7 @@ def test_experts_of_a_rank_are_packed(quantization):
         mlp = sparse_mlp(experts, ranks).bfloat16()
         pack_weights(mlp, torch.bfloat16, quantization)
         results.append(mlp(x).double())
-    assert len(mlp.experts.method) == 0  # 4 experts over 3 ranks: the last has none
+    assert len(mlp.experts.linear_method) == 0  # 4 experts over 3 ranks: the last has none
     torch.testing.assert_close(sum(results[1:]), results[0], rtol=0.02, atol=0.02)
 
 

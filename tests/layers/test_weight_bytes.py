@@ -37,7 +37,7 @@ def held_bytes(model: nn.Module) -> int:
     """The bytes of all parameters and packed weights, each storage once."""
     sizes = {}
     held = [*model.parameters(), *model.buffers()]
-    for tensor in [*held, *tensors_of([getattr(module, "method", None) for module in model.modules()])]:
+    for tensor in [*held, *tensors_of([getattr(module, "linear_method", None) for module in model.modules()])]:
         if tensor.is_mkldnn:
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
@@ -107,7 +107,9 @@ def test_a_weight_is_converted_before_the_next_is_read(shape, quantization, chec
     def watched(module: Linear) -> None:
         process(module)
         layers = [m for m in models[0].modules() if isinstance(m, Linear)]
-        waiting = [m for m in layers if m.weight is not None and not m.weight.is_meta and m.linear_method is not None]
+        waiting = [
+            m for m in layers if m.weight is not None and not m.weight.is_meta and m.linear_method_cls is not None
+        ]
         unprocessed.append(len(waiting))
 
     models = []

@@ -38,9 +38,8 @@ def processed(monkeypatch) -> list[str]:
         )
 
     def check() -> None:
-        before = (
-            held[:-1] if kinds[-1] == "quantized" else held
-        )  # the caller still holds the tensors that were read last
+        # The caller still holds the quantized tensors that were read last.
+        before = held[:-1] if kinds[-1] == "quantized" else held
         assert all(storage.expired() for storages in before for storage in storages)
 
     monkeypatch.setattr(weights, "return_freed_memory", check)
@@ -49,7 +48,7 @@ def processed(monkeypatch) -> list[str]:
 
 def _noting(process, kinds, held):
     def noted(module) -> None:
-        quantized = getattr(module, "quantized", None)
+        quantized = getattr(module, "quantized_parts", None)
         parts = [] if quantized is None else [part.qweight for _, part in quantized._parts]
         of_matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
         kinds.append("quantized" if parts else type(module).__name__)
@@ -63,7 +62,7 @@ def _noting(process, kinds, held):
 def _discard(model) -> None:
     for module in model.modules():
         if isinstance(module, LinearMethodModule):
-            module.linear_method = Discarded
+            module.linear_method_cls = Discarded
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -43,7 +43,7 @@ def forms_of(checkpoints, tmp_path, monkeypatch):
         if method is not None:
             quant_methods.keep_quantized(model, CUDA, dtype)
         return {
-            name: module.linear_method
+            name: module.linear_method_cls
             for name, module in model.named_modules()
             if isinstance(module, LinearMethodModule)
         }

@@ -119,7 +119,9 @@ def test_8_bit_floats_of_a_rank_are_rounded_with_the_scales_of_its_own_parts(loa
     in_8_bits = partial(choose_linear_methods, device=CPU, dtype=dtype, quantization="fp8")
     models = zip(split(folder, 2, **options), split(folder, 2, prepare=in_8_bits, **options), strict=True)
     for plain, rounded in models:
-        weights = {name: layer.method for name, layer in rounded.decoder.layers.named_modules() if has_form(layer)}
+        weights = {
+            name: layer.linear_method for name, layer in rounded.decoder.layers.named_modules() if is_quantized(layer)
+        }
         assert len(weights) == 4 * plain.config.num_hidden_layers
         for name, weight in weights.items():
             want = quantize_rows(plain.decoder.layers.get_submodule(name).weight)
@@ -127,8 +129,8 @@ def test_8_bit_floats_of_a_rank_are_rounded_with_the_scales_of_its_own_parts(loa
             assert torch.equal(weight.scale, want.scale)
 
 
-def has_form(module: nn.Module) -> bool:
-    return getattr(module, "linear_method", None) is Fp8Linear
+def is_quantized(module: nn.Module) -> bool:
+    return getattr(module, "linear_method_cls", None) is Fp8Linear
 
 
 def test_padding_of_ranks_is_zero(checkpoints):

@@ -54,8 +54,8 @@ class Listener:
     def on_outputs(self, index, outputs) -> None:
         self.calls.append("outputs")
 
-    def on_lost(self, index, reason, refusal) -> None:
-        self.calls.append((reason, refusal))
+    def on_lost(self, index, reason, startup_error) -> None:
+        self.calls.append((reason, startup_error))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Quantized layers in every published layout are read to exactly the values that they stand for."""
+"""Quantized layers in every published layout are dequantized exactly."""
 
 from itertools import permutations
 

@@ -24,7 +24,7 @@ BFLOAT16 = torch.bfloat16
 
 def in_fp8(layer: torch.nn.Module, tensors: dict[tuple[str, int | None], torch.Tensor]) -> torch.nn.Module:
     """The layer with its tensors rounded to 8 bits; what they do not cover is zero."""
-    layer.linear_method = Fp8Linear
+    layer.linear_method_cls = Fp8Linear
     for parameter in layer.requires_grad_(False).parameters():
         parameter.zero_()
     for name, part, view, _ in layer.checkpoint_views():
@@ -64,12 +64,12 @@ def test_parts_of_merged_and_padded_weights_are_rounded_by_row():
     biases = {("bias", i): rows(1, size)[0] for i, size in enumerate((16, 8, 8))}
     merged = in_fp8(MergedLinear(32, [16, 8, 8], bias=True).to(BFLOAT16), parts | biases)
     whole = quantize_rows(torch.cat(list(parts.values())))
-    assert torch.equal(merged.method.values.float(), whole.values.float())
-    assert torch.equal(merged.method.scale, whole.scale)
+    assert torch.equal(merged.linear_method.values.float(), whole.values.float())
+    assert torch.equal(merged.linear_method.scale, whole.scale)
     assert torch.equal(merged.bias, torch.cat(list(biases.values())))
     padded = in_fp8(PaddedLinear(30, 16, bias=False, padding=2).to(BFLOAT16), {("weight", None): rows(16, 30)})
-    assert torch.equal(padded.method.values[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
-    assert not padded.method.values[:, 30:].float().any()
+    assert torch.equal(padded.linear_method.values[:, :30].float(), quantize_rows(rows(16, 30)).values.float())
+    assert not padded.linear_method.values[:, 30:].float().any()
 
 
 def test_many_rows_are_rounded_in_chunks():
@@ -108,11 +108,11 @@ def test_only_linear_layers_of_the_decoder_are_rounded(load_format, dtype, check
     layers = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
     rounded, modules = set(), dict(plain.named_modules())
     for name, module in loaded.named_modules():
-        if isinstance(module, Linear) and isinstance(module.method, Fp8Linear):
+        if isinstance(module, Linear) and isinstance(module.linear_method, Fp8Linear):
             want = quantize_rows(modules[name].weight)
             rounded.add(name)
-            assert torch.equal(module.method.values.float(), want.values.float())
-            assert torch.equal(module.method.scale, want.scale)
+            assert torch.equal(module.linear_method.values.float(), want.values.float())
+            assert torch.equal(module.linear_method.scale, want.scale)
     numbers = range(config.num_hidden_layers)
     assert rounded == {f"decoder.layers.{number}.{layer}" for number in numbers for layer in layers}
     for name, tensor in loaded.named_parameters():

@@ -22,7 +22,7 @@ class Work:
 
 
 class TaskQueue:
-    """Shared by the thread that finds images, those that stand for the engines, and the one that takes the records.
+    """Shared by the thread that finds images, one thread per engine, and the thread that takes the records.
 
     Tasks of an engine that died are given to engines again. Those that two engines have died of are given alone, each
     to an engine that has nothing else, so that one of them that ends every engine is found out; it has failed then.

@@ -87,7 +87,7 @@ class CaptionFiles:
         self.reserved: set[str] = set()  # real paths of files that the job itself reads or writes
 
     def path(self, item: Item) -> Path | None:
-        """The path of an item's caption file; None if it would be beside an image that is not a separate file."""
+        """The path of an item's caption file; None if it would be beside an image that is not a file on disk."""
         path = item.file if self.output_dir is None else self.output_dir / item.relative
         if path is None:
             return None
@@ -114,7 +114,7 @@ class CaptionFiles:
         """
         path = self.path(item)
         if path is None:
-            raise ValueError("is not a separate file, so no caption file can be beside it; choose an output folder")
+            raise ValueError("is not a file on disk, so no caption file can be beside it; choose an output folder")
         if os.path.realpath(path) in self.reserved:
             raise ValueError(f"{path} is read or written by the job itself; choose an output folder, or rename one")
         self._make_folders(path.parent, index)

@@ -40,7 +40,7 @@ def check_context(suffix: str | None, mode: str) -> None:
 
 
 def read_context(item: Item, suffix: str, timeout: float) -> str:
-    """The text in the file with this suffix beside an image; "" without one, or if the image is not a separate file.
+    """The text in the file with this suffix beside an image; "" without one, or if the image is not a file on disk.
 
     Raises ValueError for a file that cannot be read within `timeout` seconds as UTF-8 text of at most `MAX_BYTES`.
     """

@@ -44,7 +44,7 @@ class Qwen25VLVisionTransformer(nn.Module):
         return PatchLayout((positions, patch_order, order.argsort()), (frames(grids), windows))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
+        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, C)."""
         c, (positions, patch_order, places), (whole, windows) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)
         adapters = layout.adapters(patches)  # all the same, so the order does not matter

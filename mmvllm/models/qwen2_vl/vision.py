@@ -29,7 +29,7 @@ class Qwen2VLVisionTransformer(nn.Module):
         return PatchLayout((vision_positions(grids, self.config.spatial_merge_size),), (frames(grids),))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> rows (M, C)."""
+        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, C)."""
         (positions,), (segments,) = layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, self.config.head_dim)
         adapters = layout.adapters(patches)

@@ -36,8 +36,8 @@ class Qwen3VLVisionConfig(VisionConfig):
 
     Args:
         num_position_embeddings: learned positions, of a square grid.
-        deepstack_visual_indexes: the blocks whose outputs are embeddings too (DeepStack): the i-th block's are
-            added in the decoder's i-th layer.
+        deepstack_visual_indexes: blocks whose merged outputs are added to hidden states of the decoder
+            (DeepStack): the output of the i-th block in this list after the decoder's i-th layer.
     """
 
     num_position_embeddings: int

@@ -73,7 +73,7 @@ class Qwen3VLVisionTransformer(nn.Module):
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, mm_embed_size).
 
-        An embedding is the output of the last block, then of the blocks that `deepstack_visual_indexes` names.
+        An embedding has the merged outputs of the last block and of the blocks in `deepstack_visual_indexes`.
         """
         c, (positions, *taps), (segments,) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)

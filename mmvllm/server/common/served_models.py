@@ -19,7 +19,7 @@ _LOADERS = ThreadPoolExecutor(2, thread_name_prefix="mmvllm-adapter")
 class ServedModels:
     """Changed and read in one event loop only. Raises RequestError for an adapter that cannot be used.
 
-    `created` has the time, in seconds since the epoch, at which each name began to stand for what it serves now.
+    `created` has the time, in seconds since the epoch, at which each name began to serve what it serves now.
     """
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):

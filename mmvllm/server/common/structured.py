@@ -96,7 +96,7 @@ class StructuredField:
         return str(error).replace(param, path, 1), path
 
     def renamed(self, names: Mapping[str, str]) -> "StructuredField":
-        """Rename the paths to the fields of the request that this one was made from."""
+        """A copy with the paths of the original request, by `names`."""
         return StructuredField(self.values, {name: renamed(path, names) for name, path in self.paths.items()})
 
 

@@ -92,7 +92,7 @@ GAUGES = {
     ),
     "image_hit_ratio": (
         lambda stats: stats.image_hit_rate or 0.0,
-        "Fraction of images that were not encoded, because their rows or the prompt's KV were cached.",
+        "Fraction of images that were not encoded, because their embeddings or the prompt's KV were cached.",
     ),
     "prompt_tokens_per_second": (
         lambda stats: stats.prompt_tokens_per_s,
@@ -121,7 +121,7 @@ COUNTERS = {
 
 
 class _EngineCollector:
-    """The engine's statistics, collected when the metrics are requested; several engines are labelled."""
+    """The engine's statistics, collected on request, with the label `engine` if there are several."""
 
     def __init__(self, engine: AsyncLLM):
         self._engine = engine

@@ -30,7 +30,7 @@ NAMES = [
     "\u2028\x85",
     "50%",
 ]
-NO_FILE = "is not a separate file, so no caption file can be beside it; choose an output folder"
+NO_FILE = "is not a file on disk, so no caption file can be beside it; choose an output folder"
 AROUND = {"prefix": 'He said "hé" 🐈,\n', "suffix": "\r\n\u2028;\t'end'"}
 
 
@@ -128,7 +128,7 @@ def test_parquet_is_read_back_by_pyarrow_with_its_types(caption, folder, tmp_pat
     ]
 
 
-def test_rows_are_written_in_groups_of_limited_size(tmp_path, monkeypatch):
+def test_groups_of_rows_have_a_limited_size(tmp_path, monkeypatch):
     """A caption may have millions of characters."""
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(tables, "CHARACTERS_PER_GROUP", 1000)

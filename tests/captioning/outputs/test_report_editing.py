@@ -98,7 +98,7 @@ def test_changes_are_taken_back(chromium, report):
         assert downloaded(tab) == [as_line(each) for each in RECORDS]
 
 
-def test_what_is_typed_is_kept_when_the_cards_are_made_again(chromium, report):
+def test_what_is_typed_is_kept_when_the_cards_are_rebuilt(chromium, report):
     with opened(chromium, report) as tab:
         tab.get_by_role("button", name="Edit the caption of img1.png").click()
         tab.get_by_role("textbox", name="Caption of img1.png").fill("not finished")

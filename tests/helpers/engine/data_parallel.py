@@ -65,7 +65,7 @@ class FakeEngines:
     is_given_up: bool = False
 
     def __post_init__(self):
-        self.ready = tuple(EngineReady(1000, 4, 64, 16) for _ in range(self.size))
+        self.ready_messages = tuple(EngineReady(1000, 4, 64, 16) for _ in range(self.size))
         self.sent = []  # (index, command)
         self.down: list[str | None] = [None] * self.size
 
@@ -90,7 +90,7 @@ class FakeEngines:
 
     def restore(self, index: int) -> None:
         self.down[index] = None
-        self.listener.on_ready(index, self.ready[index])
+        self.listener.on_ready(index, self.ready_messages[index])
 
     def tell(self, index: int, *items: tuple[int, Item], **stats) -> None:
         self.listener.on_outputs(index, EngineOutputs([*items], EngineStats(num_blocks=64, **stats), None))

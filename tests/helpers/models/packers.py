@@ -1,7 +1,7 @@
 """Quantized layers in the published layouts, written from the descriptions of the formats and not from their reader.
 
-Each packer takes a weight (out, in) and returns the tensors of the layer by their names inside it, and the values that
-they stand for, (out, in) in float32, computed one group at a time.
+Each packer takes a weight (out, in) and returns the tensors of the layer by their names inside it, and its
+dequantized values, (out, in) in float32, computed one group at a time.
 """
 
 from typing import NamedTuple

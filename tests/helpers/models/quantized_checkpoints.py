@@ -1,4 +1,4 @@
-"""Small checkpoints in the formats in which quantized ones are published, and what they stand for."""
+"""Small checkpoints in the formats in which quantized ones are published, and their dequantized values."""
 
 import json
 import re
@@ -141,7 +141,7 @@ def group_size(tensors: dict[str, Tensor]) -> int:
 
 
 def _stored(name: str, tensor: Tensor, form: Format, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a plain one in the format, and the values that they stand for."""
+    """The tensors of a plain one in the format, and their dequantized values."""
     if EXPERTS.fullmatch(name):
         return _experts(name, tensor, form, size)
     if not LINEAR.fullmatch(name):
