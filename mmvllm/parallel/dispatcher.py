@@ -67,17 +67,14 @@ class Dispatcher:
         on_failure: Callable[[BaseException], None],
     ):
         self._engines, self._deliver, self._on_failure = engines, deliver, on_failure
-        num_tokens = min(
-            ready.num_blocks * ready.block_size for ready in engines.ready_messages
-        )  # that an engine may cache
+        ready = engines.ready_messages
+        num_tokens = min(one.num_blocks * one.block_size for one in ready)  # that an engine may cache
         self._router = Router(engines.size, capacity=max(1, num_tokens // BLOCK_TOKENS))
         self._lock = threading.Lock()
         self._assigned: dict[int, _Assignment] = {}  # by key, in order of arrival
         self._by_receiver: dict[Receiver, _Assignment] = {}
         self._keys = count()
-        self._stats = [
-            EngineStats(num_blocks=ready.num_blocks) for ready in engines.ready_messages
-        ]  # of the processes that run
+        self._stats = [EngineStats(num_blocks=one.num_blocks) for one in ready]  # of the processes that run
         self._before = [EngineStats()] * engines.size  # totals of those before them
         self._failing: list[str | None] = [None] * engines.size
         engines.listen(self)

@@ -40,9 +40,7 @@ class SchedulerOutput:
     decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
     items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
-    item_slots: dict[bytes, int] = field(
-        default_factory=dict
-    )  # by digest, the slot of the adapter that an item is encoded with
+    item_slots: dict[bytes, int] = field(default_factory=dict)  # by digest, slots of adapters that change embeddings
     new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) to write first
     freed_digests: tuple[bytes, ...] = ()  # items that the encoder cache has dropped
     # Sequences whose device state is written: newly running ones, and beams, whose tokens may have changed.

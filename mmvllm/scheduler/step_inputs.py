@@ -127,7 +127,8 @@ def _prompt_output_tokens(step: SchedulerOutput) -> PromptOutputTokens | None:
         return None
     ends = np.cumsum([chunk.end - chunk.start for chunk in step.prefills])
     shifts = {id(chunk): end - chunk.end for chunk, end in zip(step.prefills, ends, strict=True)}
-    indices = [np.array(chunk.prompt_tokens) + shifts[id(chunk)] for chunk in with_logprobs + pooled]
+    chunks = with_logprobs + pooled
+    indices = [np.arange(chunk.prompt_tokens.start, chunk.prompt_tokens.stop) + shifts[id(chunk)] for chunk in chunks]
     targets = [chunk.seq.token_ids[i + 1] for chunk in with_logprobs for i in chunk.prompt_tokens]
     return PromptOutputTokens(
         token_indices=np.concatenate(indices),
