@@ -149,7 +149,7 @@ def large_report(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "noise.png")
-    thumbnail = thumbnails.encoded(load_image(folder / "noise.png"))
+    thumbnail = thumbnails.as_webp(load_image(folder / "noise.png"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(thumbnails, "thumbnail", lambda *_: thumbnail)
         records = (
