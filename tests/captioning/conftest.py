@@ -43,6 +43,18 @@ def videos_in_this_process(request, monkeypatch):
         monkeypatch.setattr(loading, "reserve_in_parent", VIDEO_DECODING.reserve)
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The working directory, with images/a.png and images/deep/b.png, and a link to the folder."""
+    here = tmp_path / "here"
+    (here / "images/deep").mkdir(parents=True)
+    for name in ("a.png", "deep/b.png"):
+        (here / "images" / name).touch()
+    (here / "link").symlink_to("images")
+    monkeypatch.chdir(here)
+    return here
+
+
 @pytest.fixture(scope="session")
 @needs("spawns")
 def server(checkpoint, tmp_path_factory):

@@ -15,18 +15,6 @@ SETTINGS = CaptionSettings()
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """The working directory, with images/a.png and images/deep/b.png, and a link to the folder."""
-    here = tmp_path / "here"
-    (here / "images/deep").mkdir(parents=True)
-    for name in ("a.png", "deep/b.png"):
-        (here / "images" / name).touch()
-    (here / "link").symlink_to("images")
-    monkeypatch.chdir(here)
-    return here
-
-
-@pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out.jsonl"
 

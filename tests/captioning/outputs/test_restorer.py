@@ -17,17 +17,6 @@ IN_TEXTS = {"format": "txt", "output_dir": Path("texts")}
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    """The working directory, with images/a.png and images/deep/b.png."""
-    here = tmp_path / "here"
-    (here / "images/deep").mkdir(parents=True)
-    for name in ("a.png", "deep/b.png"):
-        (here / "images" / name).touch()
-    monkeypatch.chdir(here)
-    return here
-
-
-@pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out.jsonl"
 
