@@ -56,12 +56,12 @@ class VisionConfig:
         _check_depth("vision_config's depth", self.depth)
         if self.embed_dim % self.num_heads:
             raise ValueError(
-                f"the ViT's width is {self.embed_dim}, must be a multiple of its number of heads, {self.num_heads}"
+                f"the ViT's width must be a multiple of its number of heads, {self.num_heads}, got {self.embed_dim}"
             )
         if self.head_dim % 4:  # each half is rotated with the row or the column, in pairs
-            raise ValueError(f"the ViT's head size is {self.head_dim}, must be a multiple of 4")
+            raise ValueError(f"the ViT's head size must be a multiple of 4, got {self.head_dim}")
         if self.in_channels != 3:
-            raise ValueError(f"vision_config's in_channels is {self.in_channels}; only 3 is supported, RGB images")
+            raise ValueError(f"vision_config's in_channels must be 3 (RGB images), got {self.in_channels}")
 
     @property
     def head_dim(self) -> int:
@@ -96,7 +96,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}, must be at most num_experts, {self.num_experts}"
+                f"num_experts_per_tok must be at most num_experts, {self.num_experts}, got {self.num_experts_per_tok}"
             )
 
 
@@ -145,21 +145,21 @@ class ModelConfig:
         _check_depth("num_hidden_layers", self.num_hidden_layers)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, "
-                f"must be a multiple of num_key_value_heads, {self.num_key_value_heads}"
+                f"num_attention_heads must be a multiple of num_key_value_heads, {self.num_key_value_heads}, "
+                f"got {self.num_attention_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"the head size is {self.head_dim}, must be even")
+            raise ValueError(f"the head size must be even, got {self.head_dim}")
         section = self.mrope_section
         if section is not None and (len(section) != 3 or 2 * sum(section) != self.head_dim):
             raise ValueError(
-                f"mrope_section is {list(section)}, must be three numbers that add up to half of the head size, "
-                f"{self.head_dim}"
+                "mrope_section must be three numbers that add up to half of the head size, "
+                f"{self.head_dim}, got {list(section)}"
             )
         if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
             raise ValueError(
-                f"vision_config makes rows of {self.vision.out_hidden_size} values, must be the decoder's hidden_size, "
-                f"{self.hidden_size}"
+                f"vision_config's out_hidden_size must be the decoder's hidden_size, {self.hidden_size}, "
+                f"got {self.vision.out_hidden_size}"
             )
 
     @property
@@ -170,7 +170,7 @@ class ModelConfig:
 
 def _check_depth(name: str, value: int) -> None:
     if value > MAX_DEPTH:  # each layer is made before its weights are looked for
-        raise ValueError(f"{name} is {value}, must be at most {MAX_DEPTH}")
+        raise ValueError(f"{name} must be at most {MAX_DEPTH}, got {value}")
 
 
 def torch_dtype(name: Any) -> "torch.dtype | None":
@@ -325,26 +325,26 @@ class EngineConfig:
         for f in fields(self):
             value = getattr(self, f.name)
             if (f.type is bool or (f.type == bool | None and value is not None)) and not isinstance(value, bool):
-                raise ValueError(f"{f.name} is {value!r}, must be True or False")
+                raise ValueError(f"{f.name} must be True or False, got {value!r}")
             if f.type is int or (f.type == int | None and value is not None):
                 check_int(f.name, value, at_least={"seed": 0, "max_model_len": 2}.get(f.name, 1))
             if (choices := literal_choices(f.type)) and value not in choices:
-                raise ValueError(f"{f.name} is {value!r}, must be {listed(choices)}")
+                raise ValueError(f"{f.name} must be {listed(choices)}, got {value!r}")
         # A torch.device prints as "cuda:0", a torch.dtype as "torch.float32".
         if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", str(self.device)):
-            raise ValueError(f"device is {self.device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r}")
         if str(self.dtype).removeprefix("torch.") not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, must be {listed(DTYPES)}")
+            raise ValueError(f"dtype must be {listed(DTYPES)}, got {self.dtype!r}")
         if not isinstance(self.lora, str | PathLike | None) or self.lora == "":
-            raise ValueError(f"lora is {self.lora!r}, must be the folder of an adapter")
+            raise ValueError(f"lora must be the folder of an adapter, got {self.lora!r}")
         if not isinstance(self.chat_template, str | PathLike | None) or self.chat_template == "":
-            raise ValueError(f"chat_template is {self.chat_template!r}, must be a file or a Jinja template")
+            raise ValueError(f"chat_template must be a file or a Jinja template, got {self.chat_template!r}")
         timeout = self.step_timeout
         if not is_number(timeout) or not timeout >= MIN_STEP_TIMEOUT:
-            raise ValueError(f"step_timeout is {timeout!r}, must be a number of seconds, at least {MIN_STEP_TIMEOUT}")
+            raise ValueError(f"step_timeout must be a number of seconds, at least {MIN_STEP_TIMEOUT}, got {timeout!r}")
         share = self.gpu_memory_utilization
         if not is_number(share) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization is {share!r}, must be a number in (0, 1]")
+            raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
 
     def resolve_device(self) -> "torch.device":
         """The device to run on; `mmvllm.utils.devices` chooses "auto". Raises ValueError for one that is not there.

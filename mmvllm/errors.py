@@ -77,7 +77,7 @@ class ParameterError(RequestError):
     """A sampling parameter, or another field of a request, with a value that it cannot have."""
 
     def __init__(self, param: str, value: Any, required: str):
-        super().__init__(f"{param} is {shown(value)}, must be {required}", param=param, value=value)
+        super().__init__(f"{param} must be {required}, got {shown(value)}", param=param, value=value)
 
 
 class MediaFileError(RequestError):
@@ -113,8 +113,8 @@ class PromptTooLong(RequestError):
 class ArgumentError(ValueError):
     """Arguments of a Python function that do not fit together, or do not fit what is on disk.
 
-    `template` names arguments in braces, `{overwrite}`, unless `values` has a value to put there. `str` spells them as
-    Python does, the command line as its options: `error.spelled(lambda name: "--" + name.replace("_", "-"))`.
+    `template` names arguments in braces, `{overwrite}`, unless `values` has a value to put there. `str` writes them as
+    Python does. The command line writes options: `error.format(lambda name: "--" + name.replace("_", "-"))`.
     """
 
     def __init__(self, template: str, **values: Any):
@@ -122,19 +122,19 @@ class ArgumentError(ValueError):
         self.template, self.values = template, values
 
     def __str__(self) -> str:
-        return self.spelled(lambda name: name)
+        return self.format(lambda name: name)
 
-    def spelled(self, spell: Callable[[str], str]) -> str:
-        return Formatter().vformat(self.template, (), _Spelling(spell, self.values))
+    def format(self, format_name: Callable[[str], str]) -> str:
+        return Formatter().vformat(self.template, (), _Names(format_name, self.values))
 
 
-class _Spelling(dict):
-    def __init__(self, spell: Callable[[str], str], values: dict[str, Any]):
+class _Names(dict):
+    def __init__(self, format_name: Callable[[str], str], values: dict[str, Any]):
         super().__init__(values)
-        self._spell = spell
+        self._format_name = format_name
 
     def __missing__(self, name: str) -> str:
-        return self._spell(name)
+        return self._format_name(name)
 
 
 class EngineUnavailable(RuntimeError):

@@ -1,4 +1,4 @@
-"""What a processor makes of a request and the engine takes: token ids, media items and positions.
+"""What a processor makes of a request and the engine takes: token ids, multimodal items and positions.
 
 Plain data, made once per request. Whoever makes an `EngineInput` gives it away: the engine keeps ids, patches and
 positions by reference, so their buffers must not be written to afterwards. What comes from other code is copied first
@@ -8,7 +8,7 @@ positions by reference, so their buffers must not be written to afterwards. What
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -18,7 +18,18 @@ from mmvllm.grounding import BoxFormat, ImageGeometry
 from mmvllm.utils.transfer import pinned
 
 Grid = tuple[int, int, int]  # (t, h, w) in patches
-Span = tuple[int, int]  # (offset, length) of a run of tokens in the prompt
+
+
+class PlaceholderRange(NamedTuple):
+    """A run of placeholder tokens in a prompt, by vLLM's name."""
+
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """The token after the last placeholder."""
+        return self.offset + self.length
 
 
 class _Prompt(TypedDict, total=False):
@@ -41,18 +52,18 @@ class TokensPrompt(_Prompt):
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
-    """One image or video of a request, prepared, before it has a place in a prompt.
+class MultiModalInput:
+    """A prepared image or video of a request, before its placeholders are expanded.
 
     Args:
         modality: "image" or "video".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches.
-        digests: of each temporal patch: of its patches and of everything that was done to them. Equal digests mean
-            equal embeddings, and for equal M-RoPE positions relative to the first token of the video.
+        digests: one per temporal patch. Equal digests mean equal embeddings and, for a video, equal M-RoPE positions
+            relative to its first token.
         times: seconds from the start of the video, one for each temporal patch; empty for an image.
-        seconds_per_patch: of a video, from one temporal patch to the next.
-        geometry: of an image whose sizes are known; None for a video, and for what came as tensors.
+        seconds_per_patch: from one temporal patch of a video to the next.
+        geometry: sizes of an image; None for a video, and for tensors.
     """
 
     modality: str
@@ -63,18 +74,18 @@ class Media:
     seconds_per_patch: float | None = None
     geometry: ImageGeometry | None = None
 
-    def items(self, spans: Sequence[Span], index: int) -> "Iterator[MediaItem]":
-        """An item for each temporal patch, given where its placeholder tokens stand in the prompt."""
+    def mm_items(self, placeholders: Sequence[PlaceholderRange], index: int) -> "Iterator[MultiModalItem]":
+        """Yield an item for each temporal patch, with its placeholder tokens in the prompt."""
         t, h, w = self.grid
         patches = self.patches.view(t, h * w, -1)
-        for i, (digest, span) in enumerate(zip(self.digests, spans, strict=True)):
+        for i, (digest, placeholder) in enumerate(zip(self.digests, placeholders, strict=True)):
             time = self.times[i] if self.times else None
-            yield MediaItem(self.modality, patches[i], (1, h, w), digest, span, index, time, self.geometry)
+            yield MultiModalItem(self.modality, patches[i], (1, h, w), digest, placeholder, index, time, self.geometry)
 
 
 @dataclass(frozen=True, slots=True)
-class MediaItem:
-    """What the ViT encodes at once: an image, or a temporal patch of a video, with its place in the prompt.
+class MultiModalItem:
+    """One input of the ViT: an image, or a temporal patch of a video, with its placeholder tokens in the prompt.
 
     Patches attend within their temporal patch only, so the patches of a video can be encoded in any steps.
 
@@ -82,18 +93,18 @@ class MediaItem:
         modality: "image" or "video".
         patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
         grid: P = t * h * w patches; t is 1.
-        digest: identifies the item in the prefix cache and the encoder cache (`Media.digests`).
-        span: the placeholder tokens in the prompt that the item's embeddings replace.
-        index: which image or video of the prompt it is, or belongs to, from 0.
+        digest: identifies the item in the prefix cache and the encoder cache (`MultiModalInput.digests`).
+        placeholder: the tokens in the prompt that the item's embeddings replace.
+        index: of the image or video in the prompt, from 0, counted separately for images and videos.
         time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
-        geometry: as in `Media`.
+        geometry: as in `MultiModalInput`.
     """
 
     modality: str
     patches: Tensor
     grid: Grid
     digest: bytes
-    span: Span
+    placeholder: PlaceholderRange
     index: int = 0
     time: float | None = None
     geometry: ImageGeometry | None = None
@@ -101,7 +112,7 @@ class MediaItem:
     @property
     def num_tokens(self) -> int:
         """Placeholder tokens in the prompt, which is also the number of the item's embeddings."""
-        return self.span[1]
+        return self.placeholder.length
 
     @property
     def num_patches(self) -> int:
@@ -110,12 +121,12 @@ class MediaItem:
     @property
     def offset(self) -> int:
         """The item's first placeholder token."""
-        return self.span[0]
+        return self.placeholder.offset
 
     @property
     def end(self) -> int:
         """The token after the item's last placeholder."""
-        return sum(self.span)
+        return self.placeholder.end
 
     def embeds_in(self, start: int, end: int) -> tuple[int, int]:
         """The item's embeddings [first, last) that replace tokens in [start, end), which must overlap the item."""
@@ -124,12 +135,12 @@ class MediaItem:
     def __reduce__(self):
         # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
         data, dtype = self.patches.view(torch.uint8).numpy(), self.patches.dtype  # numpy has no bfloat16
-        others = (self.modality, self.grid, self.digest, self.span, self.index, self.time, self.geometry)
+        others = (self.modality, self.grid, self.digest, self.placeholder, self.index, self.time, self.geometry)
         return _item_from_bytes, (data, dtype, *others)
 
 
-def _item_from_bytes(data: np.ndarray, dtype: torch.dtype, modality: str, *others: Any) -> MediaItem:
-    return MediaItem(modality, torch.from_numpy(data).view(dtype), *others)
+def _item_from_bytes(data: np.ndarray, dtype: torch.dtype, modality: str, *others: Any) -> MultiModalItem:
+    return MultiModalItem(modality, torch.from_numpy(data).view(dtype), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,7 @@ class EngineInput:
 
     Args:
         token_ids: with every placeholder expanded to the number of tokens that its item needs.
-        items: in the order of their placeholders; the items of a video are consecutive.
+        mm_items: in the order of their placeholders; the items of a video are consecutive.
         positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
         position_delta: what is added to the index of a generated token to get its position.
         preparation: when it was begun and when it was done, in seconds since the epoch.
@@ -146,7 +157,7 @@ class EngineInput:
     """
 
     token_ids: list[int]
-    items: tuple[MediaItem, ...] = ()
+    mm_items: tuple[MultiModalItem, ...] = ()
     positions: np.ndarray | None = None
     position_delta: int = 0
     preparation: tuple[float, float] | None = None
@@ -155,11 +166,11 @@ class EngineInput:
     @property
     def num_bytes(self) -> int:
         """Host memory of the patches."""
-        return sum(item.patches.nbytes for item in self.items)
+        return sum(item.patches.nbytes for item in self.mm_items)
 
     @property
     def num_media_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.items)
+        return sum(item.num_tokens for item in self.mm_items)
 
 
 def continued(prompt: EngineInput, token_ids: list[int]) -> EngineInput:
@@ -173,7 +184,7 @@ def continued(prompt: EngineInput, token_ids: list[int]) -> EngineInput:
 
 def in_pinned_memory(prompt: EngineInput) -> EngineInput:
     """The prompt with patches that a step copies to a GPU without waiting."""
-    return replace(prompt, items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.items))
+    return replace(prompt, mm_items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.mm_items))
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,7 +300,7 @@ class SamplingParams:
             number = _as_float(bias)
             if not _is_token_id(token_id) or not -100 <= number <= 100:
                 entry = f"{shown(token_id)}: {shown(bias)}"
-                message = f"logit_bias has {entry}, must be token ids with numbers in [-100, 100]"
+                message = f"logit_bias must have token ids with numbers in [-100, 100], got {entry}"
                 raise RequestError(message, param="logit_bias", value=bias)
             biases[int(token_id)] = number
         object.__setattr__(self, "logit_bias", biases or None)
@@ -317,7 +317,7 @@ class SamplingParams:
             raise RequestError(f"{name} has more than {MAX_ITEMS} items", param=name, limit=MAX_ITEMS)
         for item in items:
             if not accept(item):
-                raise RequestError(f"{name} has {shown(item)}, must be {required}", param=name, value=item)
+                raise RequestError(f"{name} must be {required}, got {shown(item)}", param=name, value=item)
         object.__setattr__(self, name, items)
 
 

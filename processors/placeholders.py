@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import EngineInput, Media, MediaRules, Span
+from mmvllm.inputs import EngineInput, MediaRules, MultiModalInput, PlaceholderRange
 from mmvllm.processors.positions import mrope_positions
 from mmvllm.utils.text import counted
 
@@ -15,10 +15,10 @@ Encode = Callable[[str], list[int]]  # text -> token ids
 
 
 class Expansion(NamedTuple):
-    """The tokens between start and end token of an image or a video, and the spans of its placeholders."""
+    """The tokens between the start and end token of an image or a video."""
 
     token_ids: list[int]
-    spans: list[Span]  # one per temporal patch, from the first of these tokens
+    placeholders: list[PlaceholderRange]  # one per temporal patch, relative to the first of these tokens
 
 
 class _Pair(NamedTuple):
@@ -29,44 +29,49 @@ class _Pair(NamedTuple):
     end: int
 
 
-def place_media(token_ids: list[int], media: Sequence[Media], rules: MediaRules, encode: Encode) -> EngineInput:
+def place_media(
+    token_ids: list[int], media: Sequence[MultiModalInput], rules: MediaRules, encode: Encode
+) -> EngineInput:
     """The engine's input: placeholders expanded, each image and video at its placeholder.
 
     Raises RequestError where placeholders and media do not fit together.
     """
     by_modality = {name: [one for one in media if one.modality == name] for name in ("image", "video")}
     expansions = {name: [expansion_of(one, rules, encode) for one in given] for name, given in by_modality.items()}
-    expanded, spans = expand_placeholders(token_ids, expansions["image"], rules, expansions["video"])
+    expanded, placeholders = expand_placeholders(token_ids, expansions["image"], rules, expansions["video"])
     queues = {name: iter(given) for name, given in by_modality.items()}
-    return engine_input(expanded, [(next(queues[name]), own) for name, own in spans], rules)
+    return engine_input(expanded, [(next(queues[name]), ranges) for name, ranges in placeholders], rules)
 
 
 def engine_input(
-    token_ids: list[int], placed: Sequence[tuple[Media, Sequence[Span]]], rules: MediaRules
+    token_ids: list[int], placed: Sequence[tuple[MultiModalInput, Sequence[PlaceholderRange]]], rules: MediaRules
 ) -> EngineInput:
-    """The input of an expanded prompt, given the spans of each temporal patch of its media, in their order."""
+    """The input of an expanded prompt, given its media in order, each with a range per temporal patch."""
     numbers = {"image": count(), "video": count()}
-    items = tuple(item for media, spans in placed for item in media.items(spans, next(numbers[media.modality])))
+    items = tuple(item for media, ranges in placed for item in media.mm_items(ranges, next(numbers[media.modality])))
     if not items:
         return EngineInput(token_ids)
-    runs = [run for media, spans in placed for run in _runs(media, spans, rules)]
-    spans, grids, steps = zip(*runs, strict=True)
-    return EngineInput(token_ids, items, *mrope_positions(len(token_ids), spans, grids, rules.merge_size, steps))
+    runs = [run for media, ranges in placed for run in _runs(media, ranges, rules)]
+    ranges, grids, steps = zip(*runs, strict=True)
+    return EngineInput(token_ids, items, *mrope_positions(len(token_ids), ranges, grids, rules.merge_size, steps))
 
 
-def _runs(media: Media, spans: Sequence[Span], rules: MediaRules) -> Iterator[tuple[Span, tuple, float]]:
-    """Span, grid and time step of each run of placeholders without other tokens in it, as M-RoPE sees it."""
+def _runs(
+    media: MultiModalInput, ranges: Sequence[PlaceholderRange], rules: MediaRules
+) -> Iterator[tuple[PlaceholderRange, tuple, float]]:
+    """Range, grid and time step of each uninterrupted run of placeholders, which M-RoPE treats as one."""
     _, h, w = media.grid
     step = 1.0
     if media.modality == "video" and rules.tokens_per_second is not None:  # as in transformers, without times, too
         step = float(np.float32(rules.tokens_per_second) * np.float32(media.seconds_per_patch or 1.0))
-    if spans[-1][0] + spans[-1][1] - spans[0][0] == rules.num_tokens(media.grid):
-        yield (spans[0][0], rules.num_tokens(media.grid)), media.grid, step
+    first, num_tokens = ranges[0].offset, rules.num_tokens(media.grid)
+    if ranges[-1].end - first == num_tokens:
+        yield PlaceholderRange(first, num_tokens), media.grid, step
     else:
-        yield from ((span, (1, h, w), step) for span in spans)
+        yield from ((one, (1, h, w), step) for one in ranges)
 
 
-def expansion_of(media: Media, rules: MediaRules, encode: Encode) -> Expansion:
+def expansion_of(media: MultiModalInput, rules: MediaRules, encode: Encode) -> Expansion:
     """The tokens of an image or a video.
 
     With timestamps (Qwen3-VL), as transformers from 5.10 on writes them, inside the outer start and end tokens:
@@ -75,35 +80,38 @@ def expansion_of(media: Media, rules: MediaRules, encode: Encode) -> Expansion:
     t, h, w = media.grid
     length = rules.num_tokens((1, h, w))
     if media.modality == "image" or rules.timestamp is None:
-        return Expansion([rules.token_id(media.modality)] * (t * length), [(i * length, length) for i in range(t)])
+        ranges = [PlaceholderRange(i * length, length) for i in range(t)]
+        return Expansion([rules.token_id(media.modality)] * (t * length), ranges)
     token_ids: list[int] = []
-    spans: list[Span] = []
+    ranges: list[PlaceholderRange] = []
     for time in media.times:
         token_ids += [*encode(rules.timestamp.format(time)), rules.start_token_id]
-        spans.append((len(token_ids), length))
+        ranges.append(PlaceholderRange(len(token_ids), length))
         token_ids += [*[rules.video_token_id] * length, rules.end_token_id]
-    return Expansion(token_ids, spans)
+    return Expansion(token_ids, ranges)
 
 
 def expand_placeholders(
     token_ids: list[int], images: Sequence[Expansion], rules: MediaRules, videos: Sequence[Expansion] = ()
-) -> tuple[list[int], list[tuple[str, list[Span]]]]:
-    """Put the expansions between the pairs of start and end tokens, in order, in place of what stands there.
+) -> tuple[list[int], list[tuple[str, list[PlaceholderRange]]]]:
+    """Replace what stands between each pair of start and end tokens by an expansion, in order.
 
-    A pair with a video token in it is a video's, any other an image's. Returns the ids, and the modality and the spans
-    of each pair. Raises RequestError for another number of pairs than images or videos, a start token without an end,
-    and a placeholder outside a pair.
+    A pair with a video token in it is a video's, any other an image's. Returns the ids, and the modality and the
+    placeholders of each pair. Raises RequestError for another number of pairs than images or videos, a start token
+    without an end, and a placeholder outside a pair.
     """
     pairs, num_open = _pairs(token_ids, rules)
     _check_pairs(token_ids, pairs, num_open, {"image": len(images), "video": len(videos)}, rules)
     remaining = {"image": iter(images), "video": iter(videos)}
     expanded: list[int] = []
-    placed: list[tuple[str, list[Span]]] = []
+    placed: list[tuple[str, list[PlaceholderRange]]] = []
     rest = 0
     for modality, start, end in pairs:
         expanded += token_ids[rest : start + 1]
         expansion = next(remaining[modality])
-        placed.append((modality, [(len(expanded) + offset, length) for offset, length in expansion.spans]))
+        placed.append(
+            (modality, [PlaceholderRange(len(expanded) + offset, length) for offset, length in expansion.placeholders])
+        )
         expanded += expansion.token_ids
         rest = end
     return expanded + token_ids[rest:], placed

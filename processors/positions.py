@@ -26,17 +26,17 @@ def mrope_positions(
     the text, as with transformers' `generate`, also where a video has more temporal patches than rows and columns: its
     tokens have the same positions as in a later prompt that begins with this one.
     """
-    spans, end, position = [], 0, 0
+    parts, end, position = [], 0, 0
     steps = [1.0] * len(grids) if time_steps is None else time_steps
     for (offset, length), (t, h, w), step in zip(vision_placeholders, grids, steps, strict=True):
-        spans.append(np.tile(np.arange(position, position + offset - end), (3, 1)))
+        parts.append(np.tile(np.arange(position, position + offset - end), (3, 1)))
         position += offset - end
         rows, columns = h // merge_size, w // merge_size
         indices = np.indices((t, rows, columns)).reshape(3, -1)
         indices[0] = indices[0].astype(np.float32) * np.float32(step)  # in float32, as transformers does
-        spans.append(indices + position)
-        assert spans[-1].shape[1] == length, f"grid {(t, h, w)} gives {spans[-1].shape[1]} tokens, placeholder {length}"
+        parts.append(indices + position)
+        assert parts[-1].shape[1] == length, f"grid {(t, h, w)} gives {parts[-1].shape[1]} tokens, placeholder {length}"
         position += max(rows, columns)
         end = offset + length
-    spans.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
-    return np.concatenate(spans, axis=1).astype(np.int64), position - end
+    parts.append(np.tile(np.arange(position, position + num_tokens - end), (3, 1)))
+    return np.concatenate(parts, axis=1).astype(np.int64), position - end

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import EngineInput, Grid, Media, MediaRules, Span
+from mmvllm.inputs import EngineInput, Grid, MediaRules, MultiModalInput, PlaceholderRange
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.placeholders import engine_input
 from mmvllm.utils.arguments import are_ints
@@ -31,11 +31,11 @@ def own_token_ids(prompt: Any) -> list[int]:
             return []
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise RequestError(
-                f"prompt is an array of shape {array.shape} and dtype {array.dtype}; token ids are integers, in one row"
+                f"an array of token ids must be integers in one row, got shape {array.shape} and dtype {array.dtype}"
             )
         return array.tolist()
     if not isinstance(prompt, list | tuple):
-        raise RequestError(f"prompt must be a string or a list of token ids, not {type(prompt).__name__}")
+        raise RequestError(f"prompt must be a string or a list of token ids, got {type(prompt).__name__}")
     if are_ints(prompt):
         return list(prompt)
     return [_as_token_id(item) for item in prompt]
@@ -53,7 +53,7 @@ def input_from_tensors(
     token_ids: list[int],
     pixel_values: Array | None = None,
     image_grid_thw: Array | None = None,
-    vision_placeholders: Iterable[Span] | None = None,
+    vision_placeholders: Iterable[PlaceholderRange] | None = None,
     image_digests: Iterable[bytes] | None = None,
     pixel_values_videos: Array | None = None,
     video_grid_thw: Array | None = None,
@@ -75,7 +75,7 @@ def input_from_tensors(
     videos = _media("video", rules, token_ids, pixel_values_videos, video_grid_thw, seconds=second_per_grid_ts)
     if not images and not videos:
         return EngineInput(token_ids)
-    given = None if vision_placeholders is None else _own_spans(vision_placeholders)
+    given = None if vision_placeholders is None else _own_placeholders(vision_placeholders)
     placed = [*_placed(images, token_ids, rules, given), *_placed(videos, token_ids, rules)]
     placed.sort(key=lambda one: one[1][0])
     _check_apart(placed)
@@ -89,7 +89,7 @@ def _media(
     patches: Array | None,
     grids: Array | None,
     **keys: Any,
-) -> list[Media]:
+) -> list[MultiModalInput]:
     """The images or the videos, checked against the number of placeholders of a prompt."""
     patches_name, grids_name = NAMES[modality]
     rows, token_id = _as_list(grids_name, grids), None if rules is None else rules.token_id(modality)
@@ -115,7 +115,7 @@ def media_from_tensors(
     grids: Array,
     digests: Iterable[bytes] | None = None,
     seconds: Iterable[float] | None = None,
-) -> list[Media]:
+) -> list[MultiModalInput]:
     """Images or videos from what transformers' processors make of them, named as there in errors."""
     patches_name, grids_name = NAMES[modality]
     own = own_grids(grids, rules.merge_size, grids_name)
@@ -128,7 +128,7 @@ def media_from_tensors(
             param="image_digests",
         )
     return [
-        Media(modality, piece, grid, _digests(modality, piece, grid, digest, step), seconds_per_patch=step)
+        MultiModalInput(modality, piece, grid, _digests(modality, piece, grid, digest, step), seconds_per_patch=step)
         for piece, grid, digest, step in zip(pieces, own, given, seconds, strict=True)
     ]
 
@@ -153,23 +153,26 @@ def _own_seconds(given: Iterable[float] | None, number: int) -> list[float | Non
         own = [0.0]
     if not all(0 < value < float("inf") for value in own) or len(own) not in (0, number):
         raise RequestError(
-            f"second_per_grid_ts is {shown(seconds, 100)}, must be {counted(number, 'number')} above 0, one per video",
+            f"second_per_grid_ts must be {counted(number, 'number')} above 0, one per video, got {shown(seconds, 100)}",
             param="second_per_grid_ts",
         )
     return own or [None] * number
 
 
 def _placed(
-    media: list[Media], token_ids: list[int], rules: MediaRules, spans: list[Span] | None = None
-) -> Iterator[tuple[Media, list[Span]]]:
-    """Each image or video with the spans of its temporal patches, in a prompt that has exactly as many placeholders."""
+    media: list[MultiModalInput],
+    token_ids: list[int],
+    rules: MediaRules,
+    placeholders: list[PlaceholderRange] | None = None,
+) -> Iterator[tuple[MultiModalInput, list[PlaceholderRange]]]:
+    """Yield each image or video with the placeholders of its temporal patches; the prompt must have no others."""
     if not media:
         return
     modality, token_id = media[0].modality, rules.token_id(media[0].modality)
     lengths = [rules.num_tokens(one.grid) for one in media]
     at = [i for i, one in enumerate(token_ids) if one == token_id]
-    if spans is not None:
-        _check_spans(spans, lengths, at)
+    if placeholders is not None:
+        _check_placeholders(placeholders, lengths, at)
     elif len(at) != sum(lengths):
         raise RequestError(
             f"prompt has {counted(len(at), f'{modality} token')} for {counted(len(lengths), modality)}, which need "
@@ -179,16 +182,16 @@ def _placed(
     for one, length in zip(media, lengths, strict=True):
         own, t = at[first : first + length], one.grid[0]
         first += length
-        yield one, [(own[i], length // t) for i in range(0, length, length // t)]
+        yield one, [PlaceholderRange(own[i], length // t) for i in range(0, length, length // t)]
         if any(own[i + length // t - 1] - own[i] != length // t - 1 for i in range(0, length, length // t)):
             what = "an image" if modality == "image" else "a temporal patch of a video"
             raise RequestError(f"the prompt's {modality} tokens are interrupted; {what} needs one run of them")
 
 
-def _check_apart(placed: list[tuple[Media, list[Span]]]) -> None:
+def _check_apart(placed: list[tuple[MultiModalInput, list[PlaceholderRange]]]) -> None:
     """A video whose grid is that of another one would go on behind the next image."""
-    for (media, spans), (_, following) in pairwise(placed):
-        if sum(spans[-1]) > following[0][0]:
+    for (media, placeholders), (_, following) in pairwise(placed):
+        if placeholders[-1].end > following[0].offset:
             raise RequestError(
                 f"the tokens of an image or a video stand inside a {media.modality} of grid {media.grid}; "
                 "give grids in the order of the prompt",
@@ -206,7 +209,7 @@ def _as_list(name: str, given: Any) -> list:
     try:
         return [] if given is None else list(given)
     except TypeError:
-        raise RequestError(f"{name} is {shown(given, 100)}, must be an array or a list", param=name) from None
+        raise RequestError(f"{name} must be an array or a list, got {shown(given, 100)}", param=name) from None
 
 
 def own_grids(given: Array, merge_size: int, name: str = "image_grid_thw") -> list[Grid]:
@@ -216,39 +219,40 @@ def own_grids(given: Array, merge_size: int, name: str = "image_grid_thw") -> li
         array = np.stack([_to_numpy(row) for row in rows])
     except ValueError:  # rows of different lengths
         raise RequestError(
-            f"{name} has rows of different lengths, must be (number of {name[:5]}s, 3)", param=name
+            f"{name} must have shape (number of {name[:5]}s, 3), got rows of different lengths", param=name
         ) from None
     if array.ndim != 2 or array.shape[1] != 3:
-        raise RequestError(f"{name} has shape {array.shape}, must be (number of {name[:5]}s, 3)", param=name)
+        raise RequestError(f"{name} must have shape (number of {name[:5]}s, 3), got {array.shape}", param=name)
     if array.dtype.kind not in "iuf" or not np.array_equal(array, np.floor(array)) or np.isinf(array).any():
-        raise RequestError(f"{name} has {array.tolist()}, sizes must be integers", param=name)
+        raise RequestError(f"{name} must have integers, got {array.tolist()}", param=name)
     for t, h, w in array.astype(np.int64).tolist():
         if min(t, h, w) < 1 or h % merge_size or w % merge_size:
             raise RequestError(
-                f"{name} has {(t, h, w)}; sizes must be positive, h and w multiples of {merge_size}",
+                f"{name} must have positive sizes, h and w multiples of {merge_size}, got {(t, h, w)}",
                 param=name,
             )
     return [tuple(grid) for grid in array.astype(np.int64).tolist()]
 
 
-def _own_spans(given: Any) -> list[Span]:
+def _own_placeholders(given: Any) -> list[PlaceholderRange]:
     try:
-        return [(index(offset), index(length)) for offset, length in given]
+        return [PlaceholderRange(index(offset), index(length)) for offset, length in given]
     except (TypeError, ValueError):
         raise RequestError(
-            f"vision_placeholders are {shown(given, 100)}, must be (offset, length) pairs", param="vision_placeholders"
+            f"vision_placeholders must be (offset, length) pairs, got {shown(given, 100)}", param="vision_placeholders"
         ) from None
 
 
-def _check_spans(spans: list[Span], lengths: list[int], at: list[int]) -> None:
-    given = [length for _, length in spans]
+def _check_placeholders(placeholders: list[PlaceholderRange], lengths: list[int], at: list[int]) -> None:
+    given = [length for _, length in placeholders]
     if given != lengths:
         raise RequestError(
             f"vision_placeholders have lengths {given}, image_grid_thw needs {lengths}", param="vision_placeholders"
         )
-    if at != [i for offset, length in spans for i in range(offset, offset + length)]:
+    if at != [i for offset, length in placeholders for i in range(offset, offset + length)]:
         raise RequestError(
-            f"vision_placeholders {spans} are not where the prompt's image tokens are; an image needs one run of them",
+            f"vision_placeholders {[*map(tuple, placeholders)]} are not where the prompt's image tokens are; "
+            "an image needs one run of them",
             param="vision_placeholders",
         )
 

@@ -24,7 +24,7 @@ INTEGERS += ("num_kvcache_blocks", "cpu_kvcache_bytes", "encoder_cache_bytes")
 def test_sizes_must_be_integers_of_at_least_one(name, value):
     with pytest.raises(ValueError) as error:
         EngineConfig(**{name: value})
-    assert str(error.value) == f"{name} is {value!r}, must be an integer of at least 1"
+    assert str(error.value) == f"{name} must be an integer of at least 1, got {value!r}"
 
 
 @pytest.mark.parametrize("name", INTEGERS)
@@ -36,7 +36,7 @@ def test_sizes_are_kept(name, value):
 def test_none_is_valid_only_for_sizes_with_a_computed_default():
     computed = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks")
     assert EngineConfig(**dict.fromkeys(computed)) == EngineConfig()
-    with pytest.raises(ValueError, match="max_vision_patches is None, must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="max_vision_patches must be an integer of at least 1, got None"):
         EngineConfig(max_vision_patches=None)
 
 
@@ -59,29 +59,29 @@ def test_the_limits_of_a_step_follow_the_memory_that_may_be_used(gib, share, wan
     ("name", "value", "match"),
     [
         # One token of the prompt and one of the completion.
-        ("max_model_len", 1, "max_model_len is 1, must be an integer of at least 2"),
-        ("seed", -1, "seed is -1, must be an integer of at least 0"),
-        ("seed", None, "seed is None, must be an integer of at least 0"),
-        ("seed", 0.5, "seed is 0.5, must be an integer"),
-        ("gpu_memory_utilization", 0, r"gpu_memory_utilization is 0, must be a number in \(0, 1\]"),
-        ("gpu_memory_utilization", 1.01, r"is 1.01, must be a number in \(0, 1\]"),
-        ("gpu_memory_utilization", math.nan, r"is nan, must be a number in \(0, 1\]"),
-        ("gpu_memory_utilization", "0.9", r"is '0.9', must be a number in \(0, 1\]"),
-        ("gpu_memory_utilization", True, r"is True, must be a number in \(0, 1\]"),
-        ("enable_prefix_caching", "no", "enable_prefix_caching is 'no', must be True or False"),
-        ("enforce_eager", 1, "enforce_eager is 1, must be True or False"),
-        ("async_scheduling", "yes", "async_scheduling is 'yes', must be True or False"),
-        ("skip_warmup", None, "skip_warmup is None, must be True or False"),
-        ("load_format", "pt", "load_format is 'pt', must be 'auto', 'safetensors' or 'dummy'"),
-        ("load_format", None, "load_format is None, must be 'auto', 'safetensors' or 'dummy'"),
+        ("max_model_len", 1, "max_model_len must be an integer of at least 2, got 1"),
+        ("seed", -1, "seed must be an integer of at least 0, got -1"),
+        ("seed", None, "seed must be an integer of at least 0, got None"),
+        ("seed", 0.5, "seed must be an integer.*, got 0.5"),
+        ("gpu_memory_utilization", 0, r"gpu_memory_utilization must be a number in \(0, 1\], got 0"),
+        ("gpu_memory_utilization", 1.01, r"must be a number in \(0, 1\], got 1.01"),
+        ("gpu_memory_utilization", math.nan, r"must be a number in \(0, 1\], got nan"),
+        ("gpu_memory_utilization", "0.9", r"must be a number in \(0, 1\], got '0.9'"),
+        ("gpu_memory_utilization", True, r"must be a number in \(0, 1\], got True"),
+        ("enable_prefix_caching", "no", "enable_prefix_caching must be True or False, got 'no'"),
+        ("enforce_eager", 1, "enforce_eager must be True or False, got 1"),
+        ("async_scheduling", "yes", "async_scheduling must be True or False, got 'yes'"),
+        ("skip_warmup", None, "skip_warmup must be True or False, got None"),
+        ("load_format", "pt", "load_format must be 'auto', 'safetensors' or 'dummy', got 'pt'"),
+        ("load_format", None, "load_format must be 'auto', 'safetensors' or 'dummy', got None"),
         (
             "attention_backend",
             "fast",
-            "attention_backend is 'fast', must be 'auto', 'flash', 'flash4', 'triton' or 'torch'",
+            "attention_backend must be 'auto', 'flash', 'flash4', 'triton' or 'torch', got 'fast'",
         ),
-        ("lora", "", "lora is '', must be the folder of an adapter"),
-        ("max_loras", 0, "max_loras is 0, must be an integer of at least 1"),
-        ("quantization", "int2", "quantization is 'int2', must be None, 'int8', 'int4' or 'fp8'"),
+        ("lora", "", "lora must be the folder of an adapter, got ''"),
+        ("max_loras", 0, "max_loras must be an integer of at least 1, got 0"),
+        ("quantization", "int2", "quantization must be None, 'int8', 'int4' or 'fp8', got 'int2'"),
     ],
     ids=str,
 )
@@ -99,7 +99,7 @@ def test_gpu_memory_utilization_is_kept(value):
 def test_an_unknown_device_is_refused(device):
     with pytest.raises(ValueError) as error:
         EngineConfig(device=device).resolve_device()
-    assert str(error.value) == f"device is {device!r}, must be 'auto', 'cpu', 'cuda' or 'cuda:N'"
+    assert str(error.value) == f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")], ids=str)
@@ -140,12 +140,12 @@ def test_dtype_is_the_given_one_or_that_of_the_checkpoint(given, checkpoint_dtyp
 def test_an_unknown_dtype_is_refused(dtype):
     with pytest.raises(ValueError) as error:
         EngineConfig(dtype=dtype).resolve_dtype(torch.float32, torch.device("cpu"))
-    assert str(error.value) == f"dtype is {dtype!r}, must be 'auto', 'float32', 'float16' or 'bfloat16'"
+    assert str(error.value) == f"dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got {dtype!r}"
 
 
 @pytest.mark.parametrize("name", ["device", "dtype", "load_format", "max_num_seqs"])
 def test_llm_refuses_an_invalid_value(name, checkpoint):
-    with pytest.raises(ValueError, match=f"{name} is 'nonsense', must be"):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got 'nonsense'"):
         LLM(checkpoint, **{name: "nonsense"})
 
 

@@ -162,12 +162,12 @@ def test_a_field_is_checked(name):
 def test_a_field_is_documented(name):
     file = "mmvllm/sampling_params.py"
     assert f"\n        {name}: " in SamplingParams.__doc__, missing(name, file, "the Args section of SamplingParams")
-    in_python, in_serving = ((DOCUMENTS / file).read_text() for file in ("python.md", "serving.md"))
+    in_options, in_api = ((DOCUMENTS / file).read_text() for file in ("options.md", "http_api.md"))
     table = "the table of SamplingParams, with `python -m tests.helpers.option_tables`"
-    assert f"| `{name}` | `{getattr(DEFAULTS, name)!r}` |" in in_python, missing(name, "docs/python.md", table)
-    requests = in_serving.partition("### Requests\n")[2].partition("Fields of other clients")[0]
+    assert f"| `{name}` | `{getattr(DEFAULTS, name)!r}` |" in in_options, missing(name, "docs/options.md", table)
+    requests = in_api.partition("## Request fields\n")[2].partition("## Fields of other clients")[0]
     assert f"`{OTHER_NAMES.get(name, name)}`" in requests or name in NOT_OVER_HTTP, missing(
-        name, "docs/serving.md", 'the table of fields in "Requests"'
+        name, "docs/http_api.md", 'the table in "Request fields"'
     )
 
 

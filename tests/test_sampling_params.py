@@ -44,14 +44,14 @@ def cases(table: dict, extra: list, which: int) -> list:
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(NUMBERS, NOT_NUMBERS, 1))
 def test_an_invalid_number_is_refused(name, wanted, value):
-    with pytest.raises(ValueError, match=f"^{name} is .*, must be a number {wanted}$") as error:
+    with pytest.raises(ValueError, match=f"^{name} must be a number {wanted}, got .*$") as error:
         SamplingParams(**{name: value})
     assert repr(value)[:200] in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "wanted", "value"), cases(INTEGERS, NOT_INTEGERS, 1))
 def test_an_invalid_integer_is_refused(name, wanted, value):
-    with pytest.raises(ValueError, match=f"^{name} is .*, must be an integer {wanted}$") as error:
+    with pytest.raises(ValueError, match=f"^{name} must be an integer {wanted}, got .*$") as error:
         SamplingParams(**{name: value})
     assert repr(value) in str(error.value)
 
@@ -78,7 +78,7 @@ def test_defaults_are_greedy_and_valid():
 
 def test_nothing_need_be_generated_where_log_probabilities_of_the_prompt_are_wanted():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
-    with pytest.raises(ValueError, match="max_tokens is -2, must be an integer of at least 0"):
+    with pytest.raises(ValueError, match=r"max_tokens must be an integer of at least 0.*, got -2"):
         SamplingParams(max_tokens=-2, prompt_logprobs=0)
 
 
@@ -91,7 +91,7 @@ def test_a_completion_without_a_limit_may_fill_the_context(given, shared_llm):
 
 def test_the_least_length_of_a_completion_without_a_limit_has_no_upper_bound():
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
-    with pytest.raises(ValueError, match="min_tokens is -1, must be an integer of at least 0"):
+    with pytest.raises(ValueError, match="min_tokens must be an integer of at least 0, got -1"):
         SamplingParams(max_tokens=None, min_tokens=-1)
 
 
@@ -101,7 +101,7 @@ def test_two_ways_to_keep_all_tokens_are_the_same():
 
 def test_min_tokens_may_not_exceed_max_tokens():
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
-    with pytest.raises(ValueError, match=r"min_tokens is 6, must be an integer in \[0, max_tokens=5\]"):
+    with pytest.raises(ValueError, match=r"min_tokens must be an integer in \[0, max_tokens=5\], got 6"):
         SamplingParams(min_tokens=6, max_tokens=5)
 
 
@@ -123,7 +123,7 @@ def test_stop_strings_become_a_tuple(stop, want):
 
 @pytest.mark.parametrize("word", ["", 5, "a\ud800"])
 def test_bad_words_that_no_tokenizer_takes_are_refused(word):
-    with pytest.raises(ValueError, match=r"^bad_words has .*, must be strings that are not empty") as caught:
+    with pytest.raises(ValueError, match=r"^bad_words must be strings that are not empty.*, got ") as caught:
         SamplingParams(bad_words=["a", word])
     assert caught.value.param == "bad_words"
 
@@ -134,7 +134,7 @@ def test_bad_words_that_no_tokenizer_takes_are_refused(word):
 def test_invalid_stop_strings_are_refused(stop, shown):
     with pytest.raises(ValueError) as error:
         SamplingParams(stop=stop)
-    assert str(error.value) == f"stop has {shown}, must be strings that are not empty"
+    assert str(error.value) == f"stop must be strings that are not empty, got {shown}"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_stop_token_ids_become_a_tuple_of_integers(ids, want):
     [([1, -1], "-1"), ([1.0], "1.0"), (["5"], "'5'"), ("5", "'5'"), ([True], "True"), ([[1]], r"\[1\]"), (2.5, "2.5")],
 )
 def test_invalid_stop_token_ids_are_refused(ids, shown):
-    with pytest.raises(ValueError, match=f"^stop_token_ids has {shown}, must be integers of at least 0$"):
+    with pytest.raises(ValueError, match=f"^stop_token_ids must be integers of at least 0, got {shown}$"):
         SamplingParams(stop_token_ids=ids)
 
 
@@ -173,7 +173,7 @@ def test_ignore_eos_is_a_bool(value):
 
 @pytest.mark.parametrize("value", ["yes", None, 2, [True], math.nan])
 def test_an_invalid_ignore_eos_is_refused(value):
-    with pytest.raises(ValueError, match=r"ignore_eos is .*, must be True or False"):
+    with pytest.raises(ValueError, match=r"ignore_eos must be True or False, got .*"):
         SamplingParams(ignore_eos=value)
 
 

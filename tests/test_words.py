@@ -43,6 +43,7 @@ def found(words, tmp_path, monkeypatch):
         ('def f():\n    """Of the model."""\n', 2, "begins with 'Of the model.'"),
         ('class A:\n    """The same, twice."""\n', 2, "begins with 'The same, twice.'"),
         ('def f():\n    """As `g`."""\n', 2, "begins with 'As `g`.'"),
+        ('raise E(\n    f"{name} is {value!r}, must be {most}"\n)\n', 2, "X must be Z, got Y"),
     ],
 )
 def test_what_may_not_come_back_is_found(text, line, what, found):
@@ -51,13 +52,13 @@ def test_what_may_not_come_back_is_found(text, line, what, found):
 
 def test_other_files(found):
     assert found("tests/test_coded_linear.py", "")[0][0] == 0
-    assert found("README.md", "# A\n\nthose\nof it\n") == [
-        (3, "the phrase 'those of' reads badly; write the sentence differently")
-    ]
-    assert found("docs/a.md", "those of\n") == []
+    for name in ("README.md", "docs/a.md"):
+        assert found(name, "# A\n\nthose\nof it\n") == [
+            (3, "the phrase 'those of' reads badly; write the sentence differently")
+        ]
 
 
 def test_code_and_sentences_are_not_found(found):
     function = 'def f():\n    """As soon as it ends, stop."""\n'
     text = '"""Offers rows. Assigns them."""\n\nthose = of = anew = 1\n\n\n' + function
-    assert found("mmvllm/a.py", text) == []
+    assert found("mmvllm/a.py", text + 'E(f"{name} must be at least 1, got {value}")\n') == []

@@ -328,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to this file")
     args = parser.parse_args(argv)
     if args.sample < 0:
-        parser.error(f"--sample is {args.sample}, must be at least 0")
+        parser.error(f"--sample must be at least 0, got {args.sample}")
     with ExitStack() as stack:
         folder = args.folder or Path(stack.enter_context(TemporaryDirectory(prefix="captioning-")))
         try:

@@ -75,7 +75,7 @@ def _recorded(llm: LLM, output_tokens: int) -> Iterator[tuple[list[StepStats], l
         start = time.thread_time()
         prompt = processor(request)
         seconds.append(time.thread_time() - start)
-        grids.extend(item.grid for item in prompt.items)
+        grids.extend(item.grid for item in prompt.mm_items)
         _check_room(len(prompt.token_ids), output_tokens, llm.engine.max_model_len)
         return prompt
 

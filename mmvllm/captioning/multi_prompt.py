@@ -40,7 +40,7 @@ def _named(number: int, given: Any) -> dict[str, str]:
     one = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(one, dict) or "prompt" not in one or one.keys() - {"name", "prompt"}:
         raise ArgumentError(
-            "{prompts}: number {number} is {given}, must be text or {form}",
+            "{prompts}: number {number} must be text or {form}, got {given}",
             number=number,
             given=repr(given),
             form=_FORM,
@@ -49,7 +49,7 @@ def _named(number: int, given: Any) -> dict[str, str]:
     for key, value in one.items():
         if not isinstance(value, str) or not value.strip():
             raise ArgumentError(
-                "{prompts}: the {key} of number {number} is {value}, must be text",
+                "{prompts}: the {key} of number {number} must be text that is not empty, got {value}",
                 number=number,
                 key=key,
                 value=repr(value),

@@ -11,10 +11,10 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.captioner import Captioner
 from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
 from mmvllm.captioning.jobs.engine_worker import EngineSpec
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.process_source import ProcessSource
 from mmvllm.captioning.jobs.progress import Progress
 from mmvllm.captioning.jobs.ray_options import RayOptions
-from mmvllm.captioning.jobs.worklist import Selection, Worklist
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.output import Output
@@ -147,8 +147,8 @@ def caption_images(
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
             source = Captioner(llm, job, loader, workers, worker_processes, ordered)
-        worklist = Worklist(job, selection, out, Progress(), loader)
-        return CaptionRun(worklist, source, out, fail_fast, stack.pop_all().close)
+        pending_tasks = PendingTasks(job, selection, out, Progress(), loader)
+        return CaptionRun(pending_tasks, source, out, fail_fast, stack.pop_all().close)
 
 
 def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoint | None") -> dict[str, Any]:
@@ -228,11 +228,11 @@ def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
 
 
 class Source(Protocol):
-    """What makes the records of a worklist: engines here, in processes of this machine or on Ray, or an endpoint."""
+    """What makes the records of pending tasks: engines here, in processes of this machine or on Ray, or an endpoint."""
 
     engine_wait_share: float
 
-    def records(self, tasks: Worklist, index: Index) -> Iterator[dict]: ...
+    def records(self, tasks: PendingTasks, index: Index) -> Iterator[dict]: ...
 
     def stop(self) -> None: ...
 
@@ -246,15 +246,15 @@ class CaptionRun:
 
     def __init__(
         self,
-        worklist: Worklist,
+        pending_tasks: PendingTasks,
         source: Source,
         output: Output,
         fail_fast: bool,
         on_close: Callable[[], None],
     ):
-        self.settings, self.output, self.progress = worklist.settings, output, worklist.progress
-        self._selection, self._source, self._on_close = worklist.selection, source, on_close
-        self._records = _recorded(source, worklist, output, self.progress, fail_fast)
+        self.settings, self.output, self.progress = pending_tasks.settings, output, pending_tasks.progress
+        self._selection, self._source, self._on_close = pending_tasks.selection, source, on_close
+        self._records = _recorded(source, pending_tasks, output, self.progress, fail_fast)
 
     def stop(self) -> None:
         """Take no further images; requests in engines of this machine are finished, those in Ray's actors are dropped.
@@ -312,12 +312,12 @@ class CaptionRun:
 
 
 def _recorded(
-    source: Source, worklist: Worklist, output: Output, progress: Progress, fail_fast: bool
+    source: Source, pending_tasks: PendingTasks, output: Output, progress: Progress, fail_fast: bool
 ) -> Iterator[dict]:
     # Not a method of CaptionRun: a reference cycle would keep a run that is no longer used, and its lock, alive.
     output.begin()
-    for record in map(fitting, source.records(worklist, worklist.index)):
-        _write(record, worklist, output)
+    for record in map(fitting, source.records(pending_tasks, pending_tasks.index)):
+        _write(record, pending_tasks, output)
         progress.add(record)
         progress.engine_wait_share = source.engine_wait_share
         if fail_fast and record["error"] is not None:
@@ -327,11 +327,11 @@ def _recorded(
     progress.end()
 
 
-def _write(record: dict, worklist: Worklist, output: Output) -> None:
+def _write(record: dict, pending_tasks: PendingTasks, output: Output) -> None:
     try:
         output.write(record)
     except JobError as error:
-        in_flight = worklist.in_flight.copy()  # the thread that finds images adds to it
+        in_flight = pending_tasks.in_flight.copy()  # the thread that finds images adds to it
         names = [path for key, path in in_flight.items() if output.index.line(key) is None]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason = (
@@ -339,4 +339,4 @@ def _write(record: dict, worklist: Worklist, output: Output) -> None:
             "job again"
         )
         raise JobError(reason, path=error.path, errno=error.errno, unrecorded=names) from error
-    del worklist.in_flight[record["key"]]
+    del pending_tasks.in_flight[record["key"]]

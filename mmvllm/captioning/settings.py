@@ -62,7 +62,7 @@ class VideoSampling:
         for name, (is_valid, required) in _REQUIRED_OF_VIDEOS.items():
             value = getattr(self, name)
             if value is not None and not (is_number(value) and is_valid(value)):
-                raise ArgumentError(f"{{{name}}} is {{value!r}}, must be {required}", value=value)
+                raise ArgumentError(f"{{{name}}} must be {required}, got {{value!r}}", value=value)
 
     def part(self, item: Item) -> dict[str, Any]:
         """The part of a message for a clip, with keys as qwen-vl-utils means them."""

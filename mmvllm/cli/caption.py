@@ -21,7 +21,7 @@ from mmvllm.captioning.sources.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
-from mmvllm.cli.checks import check, tell_if_bundled
+from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import (
     add_model_argument,
     add_template_argument,
@@ -316,7 +316,7 @@ def run(args: argparse.Namespace) -> int:
     args.schema = _schema(args)
     _check(args, prompts)
     if endpoint is None:
-        tell_if_bundled(args)
+        print_bundled_notice(args)
     from mmvllm.captioning.errors import JobError
     from mmvllm.captioning.run import caption_images
 
@@ -427,7 +427,7 @@ def _list_of(path: Path) -> list:
     except ValueError as error:
         raise ValueError(f"--prompts {path} is not JSON: {error}") from error
     if not isinstance(given, list):
-        raise ValueError(f"--prompts {path} must be a JSON list, not {type(given).__name__}")
+        raise ValueError(f"--prompts {path} must be a JSON list, got {type(given).__name__}")
     return given
 
 

@@ -23,7 +23,7 @@ def check(args: argparse.Namespace) -> None:
         check_model(args.model, with_weights="load_format" in given and args.load_format != "dummy")
 
 
-def tell_if_bundled(args: argparse.Namespace) -> None:
-    """Say on standard error what the bundled model is for, if no other one was given."""
+def print_bundled_notice(args: argparse.Namespace) -> None:
+    """Print to standard error what the bundled model is for, if no other one was given."""
     if args.model is None:
         print(f"mmvllm {args.command}: {BUNDLED_NOTICE}", file=sys.stderr)

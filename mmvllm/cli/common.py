@@ -115,12 +115,12 @@ def _template_kwargs(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r:.100} is not JSON: {error}") from None
 
 
-def tell_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Say on standard error which sampling parameters of the checkpoint are used, if it has any."""
+def print_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Print to standard error which sampling parameters of the checkpoint are used, if it has any."""
     if args.generation_config == "auto" and defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        told = f"default sampling parameters from the checkpoint's generation_config.json: {values}"
-        print(f"mmvllm {args.command}: {told}; --generation-config none ignores them", file=sys.stderr)
+        text = f"default sampling parameters from the checkpoint's generation_config.json: {values}"
+        print(f"mmvllm {args.command}: {text}; --generation-config none ignores them", file=sys.stderr)
 
 
 def whole_number(text: str) -> int:

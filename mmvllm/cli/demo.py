@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmvllm.captioning.errors import explained
-from mmvllm.cli.checks import check, tell_if_bundled
+from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import (
     add_completion_arguments,
     add_data_parallel_argument,
@@ -17,7 +17,7 @@ from mmvllm.cli.common import (
     add_model_argument,
     add_release_argument,
     at_least_one,
-    tell_sampling_defaults,
+    print_sampling_defaults,
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError('the page needs Gradio: pip install "mmvllm[demo]"')
     listen(args.host, args.port).close()
     check(args)
-    tell_if_bundled(args)
+    print_bundled_notice(args)
 
     import uvicorn.config
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         release_after=args.release_after,
         **engine_arguments(args),
     )
-    tell_sampling_defaults(args, engine.sampling_defaults)
+    print_sampling_defaults(args, engine.sampling_defaults)
     settings = DemoSettings(
         policy,
         args.max_images,

@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sentence(error: ValueError | OSError) -> str:
     if isinstance(error, ArgumentError):
-        return error.spelled(option_name)
+        return error.format(option_name)
     if isinstance(error, ParameterError):
         return str(error).replace(error.param, option_name(error.param), 1)
     if isinstance(error, OSError) and error.strerror:

@@ -116,7 +116,7 @@ def media_policy(args: argparse.Namespace) -> MediaPolicy:
     try:
         return MediaPolicy(**{name: getattr(args, dest) for name, dest in DESTS.items() if hasattr(args, dest)})
     except ArgumentError as error:
-        raise ValueError(error.spelled(OPTIONS.get)) from None
+        raise ValueError(error.format(OPTIONS.get)) from None
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 
-from mmvllm.cli.checks import check, tell_if_bundled
+from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import (
     add_completion_arguments,
     add_data_parallel_argument,
@@ -13,15 +13,15 @@ from mmvllm.cli.common import (
     add_model_argument,
     add_release_argument,
     at_least_one,
+    print_sampling_defaults,
     seconds,
-    tell_sampling_defaults,
     whole_number,
 )
 from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
 from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
 from mmvllm.cli.ports import listen, port
 from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
-from mmvllm.cli.vllm_options import add_vllm_options, tell_unused
+from mmvllm.cli.vllm_options import add_vllm_options, print_unused_options
 from mmvllm.entrypoints.tracing import check_endpoint
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import model_name
@@ -261,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"the model is named twice: {args.model_tag} and --model {args.model}; leave one of them out")
     args.model = args.model_tag or args.model
     _check_swallowed(args)
-    tell_unused(args)
+    print_unused_options(args)
     media, keys = media_policy(args), _api_keys(args)
     _check_origins(args.cors_origin)
     modules = _lora_modules(args)
@@ -271,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
         return run_on_ray(args, ray, _settings(args, model_name(args.model), keys, media, modules))
     with listen(args.host, args.port) as listener:
         check(args)
-        tell_if_bundled(args)
+        print_bundled_notice(args)
 
         from mmvllm.engine.gc_utils import freeze_gc
         from mmvllm.entrypoints.async_llm import AsyncLLM
@@ -287,7 +287,7 @@ def run(args: argparse.Namespace) -> int:
             trusts_grammars=False,
             **engine_arguments(args),
         )
-        tell_sampling_defaults(args, engine.sampling_defaults)
+        print_sampling_defaults(args, engine.sampling_defaults)
         settings = _settings(args, engine.model, keys, media, modules)
 
         def tell(url: str) -> None:

@@ -5,7 +5,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-from mmvllm.cli.checks import check, tell_if_bundled
+from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import at_least_one
 from mmvllm.cli.engine_options import engine_arguments
 from mmvllm.cli.ports import listen
@@ -89,7 +89,7 @@ def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: Ser
     if options.address == "local":  # a folder may be on the machines of a cluster only
         check_model(args.model, with_weights=args.load_format != "dummy")
     port = _port(args, options)
-    tell_if_bundled(args)
+    print_bundled_notice(args)
 
     from mmvllm.server.ray.deployment import serve_on_ray
     from mmvllm.server.ray.replica import ReplicaSpec

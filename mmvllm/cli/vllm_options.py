@@ -73,7 +73,7 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
         parser.hints |= _INSTEAD
 
 
-def tell_unused(args: argparse.Namespace) -> None:
+def print_unused_options(args: argparse.Namespace) -> None:
     """Print the options that were given and have no effect to standard error."""
     if args.unused:
         print(f"mmvllm {args.command}: options without effect: {', '.join(args.unused)}", file=sys.stderr)

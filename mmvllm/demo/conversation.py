@@ -79,7 +79,7 @@ def to_request(turns: Sequence[Turn], options: Options, clips: ClipRules | None 
     Raises ValueError if the system prompt is not a string.
     """
     if not isinstance(options.system, str):
-        raise ValueError(f"the system prompt is {shown(options.system)}, must be text")
+        raise ValueError(f"the system prompt must be text, got {shown(options.system)}")
     messages = [{"role": "system", "content": options.system}] if options.system.strip() else []
     media = []
     for turn in turns:

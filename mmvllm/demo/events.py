@@ -48,7 +48,7 @@ def read_text(event: gr.EventData) -> str:
 
 def _short(question: str) -> str:
     if len(question) > MAX_CHARACTERS:
-        raise ValueError(f"The question has {len(question):,} characters, at most {MAX_CHARACTERS:,} are accepted")
+        raise ValueError(f"The question must have at most {MAX_CHARACTERS:,} characters, got {len(question):,}")
     return question
 
 

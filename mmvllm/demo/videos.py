@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmvllm.demo.images import UploadError, decoded
 from mmvllm.errors import VideoError
-from mmvllm.inputs import Media, MediaRules
+from mmvllm.inputs import MediaRules, MultiModalInput
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.processors.chat.parts import check_numbers
 from mmvllm.processors.chat.processor import tokenize
@@ -125,7 +125,7 @@ class ClipRules:
         plan = self.plan(options)
         clip = plan.timed(Clip(np.empty(0), info, tuple(plan.frame_indices(info))))
         times = clip.patch_times(self.config.temporal_patch_size)
-        undecoded = Media("video", torch.empty(0), plan.grid(info), (), times)
+        undecoded = MultiModalInput("video", torch.empty(0), plan.grid(info), (), times)
         return len(expansion_of(undecoded, self.media, self.encode).token_ids)
 
 

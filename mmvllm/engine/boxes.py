@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mmvllm.grounding import Box, BoxFormat, ImageGeometry, Pair, Point, box_of
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem
 
 KEYS = ("bbox_2d", "point_2d")
 LABELS = ("label", "text_content")  # the second where Qwen2.5-VL reads text
@@ -42,7 +42,7 @@ class BoxReader:
             vocab = tokenizer.get_vocab()
             self._starts = frozenset(vocab[name] for name in ("<|box_start|>", "<|quad_start|>") if name in vocab)
 
-    def read(self, text: str, token_ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[Box | Point, ...]:
+    def read(self, text: str, token_ids: Sequence[int], items: Sequence[MultiModalItem]) -> tuple[Box | Point, ...]:
         """The boxes and points of a completion, in the order in which they were written."""
         if self._format is None or not items:
             return ()
@@ -117,7 +117,7 @@ def _is_coordinate(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e6 and not math.isnan(value)
 
 
-def _geometries(items: Sequence[MediaItem]) -> tuple[Mapping[int, ImageGeometry], bool]:
+def _geometries(items: Sequence[MultiModalItem]) -> tuple[Mapping[int, ImageGeometry], bool]:
     """The geometry of each image by its index, and whether the request has one image and nothing else."""
     known = {item.index: item.geometry for item in items if item.geometry is not None}
     return known, len({(item.modality, item.index) for item in items}) == 1

@@ -118,7 +118,7 @@ class InputProcessor:
         prompt_outputs = self._prompt_outputs(prompt, params, pooling, prompt_logprobs_from)
         seed = f"{self._seed}:{next(self._unseeded)}" if params.seed is None else str(params.seed)
         arrival_time = time.time() if arrival_time is None else arrival_time
-        items = prompt.items
+        items = prompt.mm_items
         if adapter is not None and adapter.adapts_vision:
             items = tuple(replace(item, digest=adapter.item_digest(item.digest)) for item in items)
         seqs, mask_time = [], MaskTime()
@@ -132,7 +132,7 @@ class InputProcessor:
                 params,
                 request_id=request_id,
                 block_size=self._block_size,
-                items=items,
+                mm_items=items,
                 positions=prompt.positions,
                 mrope_position_delta=prompt.position_delta,
                 max_num_tokens=self._max_num_tokens(prompt, params, pooling),
@@ -203,7 +203,9 @@ class InputProcessor:
             return
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise RequestError(f"prompt has {shown(token_id)}, token ids are integers in [0, {vocab_size})")
+                raise RequestError(
+                    f"token ids of a prompt must be integers in [0, {vocab_size}), got {shown(token_id)}"
+                )
 
     def _check_can_go_on(self, params: SamplingParams) -> None:
         """Before `min_tokens` no token that ends the completion may follow, so another one must be allowed."""
@@ -229,7 +231,7 @@ class InputProcessor:
     def _check_fits(self, prompt: EngineInput, generates: bool) -> None:
         num_tokens, num_media_tokens = len(prompt.token_ids), prompt.num_media_tokens
         if num_tokens + generates > self._max_model_len:
-            kinds = " and ".join(f"{name}s" for name in sorted({item.modality for item in prompt.items}))
+            kinds = " and ".join(f"{name}s" for name in sorted({item.modality for item in prompt.mm_items}))
             of_media = f" ({num_media_tokens} of them from {kinds})" if num_media_tokens else ""
             lower = f", lower {'fps, num_frames or ' if 'videos' in kinds else ''}max_pixels" if of_media else ""
             raise PromptTooLong(
@@ -239,7 +241,7 @@ class InputProcessor:
                 limit=self._max_model_len,
             )
         cache = self._encoder_cache
-        for item in prompt.items:
+        for item in prompt.mm_items:
             if not cache.fits(item.num_tokens):
                 needed = item.num_tokens * cache.bytes_per_embed
                 raise RequestError(

@@ -87,7 +87,7 @@ class OutputProcessor:
             finish_reason=seq.finish_reason.value,
             cumulative_logprob=seq.cumulative_logprob if wants_logprobs or seq.score is not None else None,
             logprobs=self.decoded(seq.logprobs) if wants_logprobs and keeps_logprobs else None,
-            boxes=self._boxes.read(text, token_ids, seq.items),
+            boxes=self._boxes.read(text, token_ids, seq.mm_items),
             score=seq.score,
             stop_reason=found[0] if found else token_ids[-1] if is_stopped else None,
             index=index,

@@ -48,7 +48,7 @@ def step_stats(step: SchedulerOutput, scheduler: Scheduler, seconds: dict[str, f
         seconds=seconds,
         num_prefill_tokens=step.num_tokens - num_decode_tokens,
         num_decode_tokens=num_decode_tokens,
-        num_images=len(step.items_to_encode),
+        num_images=len(step.mm_items_to_encode),
         num_new_images=step.num_new_images,
         num_patches=step.num_patches,
         num_running=len(scheduler.running),

@@ -248,7 +248,7 @@ class LLM:
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
-                f"messages must be a list of messages, or of such lists, not {type(messages).__name__}",
+                f"messages must be a list of messages, or of such lists, got {type(messages).__name__}",
                 param="messages",
                 value=messages,
             )
@@ -301,7 +301,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
         if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
         return [BeamSearchOutput([self._hypothesis(out, one) for one in out.completions]) for out in outputs]
 
@@ -475,7 +475,7 @@ class LLM:
     ) -> Events:
         try:
             if on_error not in ("raise", "return"):
-                raise ValueError(f"on_error is {on_error!r}, must be 'raise' or 'return'")
+                raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
             while True:
                 if is_stopped():
                     batch.abort_waiting()
@@ -571,7 +571,7 @@ def _as_list(requests: Any, noun: str) -> list[Request]:
     if isinstance(requests, str | bytes | Mapping) or getattr(requests, "ndim", 2) < 2:
         requests = [requests]
     if not isinstance(requests, Iterable):
-        raise RequestError(f"{noun}s must be a {noun} or a list of {noun}s, not {type(requests).__name__}")
+        raise RequestError(f"{noun}s must be a {noun} or a list of {noun}s, got {type(requests).__name__}")
     requests = list(requests)
     is_one = requests and (isinstance(requests[0], int) or getattr(requests[0], "ndim", 1) == 0)
     return [requests] if is_one else requests
@@ -585,7 +585,7 @@ def _as_prompt(index: int, prompt: Any) -> Request:
             return prompt
         if isinstance(prompt, str | list | tuple) or hasattr(prompt, "shape"):
             return prompt
-        raise RequestError(f"prompt must be a string or a list of token ids, or a dict, not {type(prompt).__name__}")
+        raise RequestError(f"prompt must be a string or a list of token ids, or a dict, got {type(prompt).__name__}")
 
 
 def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:

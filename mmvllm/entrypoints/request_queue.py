@@ -218,7 +218,7 @@ def params_for(sampling_params: Params, index: int, own: SamplingParams | dict |
             raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
     if not isinstance(params, SamplingParams | None):
         raise RequestError(
-            f"sampling_params must be SamplingParams or a dict, not {type(params).__name__}", param="sampling_params"
+            f"sampling_params must be SamplingParams or a dict, got {type(params).__name__}", param="sampling_params"
         )
     return params or SamplingParams()
 

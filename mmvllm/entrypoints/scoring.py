@@ -129,7 +129,7 @@ class ContinuationReader:
 
     def _token_ids(self, one: Any, path: str) -> list[int]:
         if not isinstance(one, str) and not _is_one(one):
-            raise _error(f"{path} is {shown(one, 100)}, must be a string or a list of token ids, and not empty")
+            raise _error(f"{path} must be a string or a list of token ids, and not empty, got {shown(one, 100)}")
         token_ids = tokenize(self._tokenizer, one) if isinstance(one, str) else [int(token_id) for token_id in one]
         if not token_ids:
             raise _error(f"{path} is empty; it needs at least one token")

@@ -57,7 +57,7 @@ def traces_url(endpoint: str) -> str:
     parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
     is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
     if not is_whole or parts.scheme not in ("http", "https") or not parts.netloc:
-        message = "{otlp_traces_endpoint} is {value}, must be a URL such as http://localhost:4318 (OTLP over HTTP)"
+        message = "{otlp_traces_endpoint} must be a URL such as http://localhost:4318 (OTLP over HTTP), got {value}"
         raise ArgumentError(message, value=repr(_public(endpoint) if isinstance(endpoint, str) else endpoint))
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
@@ -134,7 +134,7 @@ class RequestTracer:
         self._model, self._propagator = model, TraceContextTextMapPropagator()
         resource = Resource.create({"service.name": "mmvllm"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which may take half a minute
-        self._exporter = telling(exporter, destination)
+        self._exporter = warn_once(exporter, destination)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mmvllm", mmvllm.__version__)
         self._has_failed = self._is_shut_down = False
@@ -268,11 +268,11 @@ def ended_output(request_id: str, arrival_time: float, num_completions: int, err
     return RequestOutput(request_id, completions, arrival_time=arrival_time, finish_time=time.time())
 
 
-def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
-    """An exporter that warns once when spans are lost, and again only after some have been sent."""
+def warn_once(exporter: "SpanExporter", destination: str) -> "SpanExporter":
+    """Wrap an exporter to warn once when spans are lost, and again only after some have been sent."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    class TellingExporter(SpanExporter):
+    class WarnOnceExporter(SpanExporter):
         def __init__(self) -> None:
             self._is_losing = self._is_shut_down = False
             logging.getLogger(EXPORTER_LOGGER).addFilter(_REASONS)  # once, however often it is added
@@ -300,7 +300,7 @@ def telling(exporter: "SpanExporter", destination: str) -> "SpanExporter":
         def force_flush(self, timeout_millis: int = 30000) -> bool:
             return exporter.force_flush(timeout_millis)
 
-    return TellingExporter()
+    return WarnOnceExporter()
 
 
 def _public(text: str) -> str:

@@ -104,7 +104,7 @@ def _choose(
 ) -> tuple[Backend, str]:
     """The first candidate that answers to `name` and can be used, and what is wrong with those before it."""
     if name not in ("auto", *NAMES):
-        raise ValueError(f"{option} is {name!r}, must be {listed(('auto', *NAMES))}")
+        raise ValueError(f"{option} must be {listed(('auto', *NAMES))}, got {name!r}")
     reasons: dict[str, str] = {}  # by backend
     for backend in _answering(name, candidates, device):
         reason = why_not(backend)

@@ -74,7 +74,7 @@ class AdapterStore:
         """An adapter, read unless it is kept and its files are as before; raises RequestError for an unusable one."""
         if not isinstance(request, LoRARequest):
             raise RequestError(
-                f"lora_request must be a LoRARequest, not {type(request).__name__}", param="lora_request", value=request
+                f"lora_request must be a LoRARequest, got {type(request).__name__}", param="lora_request", value=request
             )
         try:
             key = _state(Path(request.lora_path))

@@ -25,9 +25,9 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise RequestError(f"lora_name is {self.lora_name!r:.100}, must be a name", param="lora_request")
+            raise RequestError(f"lora_name must be a name, got {self.lora_name!r:.100}", param="lora_request")
         if not isinstance(self.lora_path, str | PathLike) or not str(self.lora_path):
-            raise RequestError(f"lora_path is {self.lora_path!r:.100}, must be a folder", param="lora_request")
+            raise RequestError(f"lora_path must be a folder, got {self.lora_path!r:.100}", param="lora_request")
 
 
 def adapter_name(request: Any) -> str | None:

@@ -32,7 +32,7 @@ async def fetch(
     Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
     """
     if len(url) > MAX_URL_LENGTH and _scheme(url) in ("http", "https", "file"):
-        raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
+        raise MediaError(f"the URL must have at most {MAX_URL_LENGTH} characters, got {len(url)}")
     try:
         async with asyncio.timeout(policy.total_timeout):
             return await _fetch(url, policy, kind, count)

@@ -167,7 +167,7 @@ def is_allowed(address: Address, policy: MediaPolicy) -> bool:
 def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
     """Parse a URL strictly: URLs in which different parsers could see different hosts are refused."""
     if len(url) > MAX_URL_LENGTH:
-        raise MediaError(f"the URL has {len(url)} characters; the maximum is {MAX_URL_LENGTH}")
+        raise MediaError(f"the URL must have at most {MAX_URL_LENGTH} characters, got {len(url)}")
     if _FORBIDDEN.search(url):
         raise MediaError("contains a space, a control character or a backslash; percent-encode them")
     if (match := _URL.fullmatch(url)) is None or not 0 < (port := int(match["port"] or 80)) < 65536:

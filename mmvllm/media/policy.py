@@ -51,9 +51,9 @@ class MediaError(ValueError):
         self.reason, self.field = reason, field
 
     def __str__(self) -> str:
-        return self.spelled({})
+        return self.format({})
 
-    def spelled(self, names: Mapping[str, str]) -> str:
+    def format(self, names: Mapping[str, str]) -> str:
         """The message with the policy's fields under other names, such as a command's options."""
         return self.reason + (f" (see {names.get(self.field, self.field)})" if self.field else "")
 
@@ -104,12 +104,12 @@ class MediaPolicy:
     def __post_init__(self):
         for name in ("allowed_domains", "allowed_networks"):
             if isinstance(getattr(self, name), str):
-                raise _wrong(name, "is one string, {value!r}; give a tuple of strings", value=getattr(self, name))
+                raise _wrong(name, "must be a tuple of strings, got one string, {value!r}", value=getattr(self, name))
         for name in _ABOVE_0:
             if not getattr(self, name) > 0:
-                raise _wrong(name, "is {value!r}, must be above 0", value=getattr(self, name))
+                raise _wrong(name, "must be above 0, got {value!r}", value=getattr(self, name))
         if self.max_redirects < 0:
-            raise _wrong("max_redirects", "is {value!r}, must be at least 0", value=self.max_redirects)
+            raise _wrong("max_redirects", "must be at least 0, got {value!r}", value=self.max_redirects)
         for domain in self.allowed_domains:
             _check_domain(domain)
         for network in self.allowed_networks:
@@ -118,7 +118,7 @@ class MediaPolicy:
             raise ArgumentError("{allowed_local_path}: {path} is not a folder", path=self.allowed_local_path)
         if not 1 <= self.max_pixels <= MAX_SOURCE_PIXELS:
             raise _wrong(
-                "max_pixels", "is {value}, must be from 1 to {most}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
+                "max_pixels", "must be from 1 to {most}, got {value}", value=self.max_pixels, most=MAX_SOURCE_PIXELS
             )
 
     def load(self, data: bytes, draft: Draft | None = None, reserve: Reserve = DECODING.reserve) -> Image.Image:
@@ -171,7 +171,7 @@ class MediaPolicy:
     def too_large(self, kind: Kind = "image") -> MediaError:
         """The error for an encoded image over `max_bytes`, or a video over `max_video_bytes`."""
         field = "max_bytes" if kind == "image" else "max_video_bytes"
-        return MediaError(f"too large, at most {self.most_bytes(kind)} bytes are accepted; shrink it", field)
+        return MediaError(f"too large; at most {self.most_bytes(kind)} bytes are accepted; shrink it", field)
 
 
 _ABOVE_0 = (

@@ -90,7 +90,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = dict(load_json(index)["weight_map"])
         for name in names.values():
             if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-                raise ValueError(f"weight_map names {name!r:.50}, must be files of this folder")
+                raise ValueError(f"weight_map must name files of this folder, got {name!r:.50}")
         return names
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{index} is damaged: {error!r}; download it again") from None
@@ -153,14 +153,14 @@ def _neither(model: str | Path) -> str:
 
 
 def _unavailable(model: str | Path, reason: str) -> str:
-    told, reason = told_by_name(str(model)), reason.strip().rstrip(".")
+    hint, reason = support_hint(str(model)), reason.strip().rstrip(".")
     return (
         f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {reason}"
-        f"{f'; its name says {told}' if told else ''}"
+        f"{f'; its name says {hint}' if hint else ''}"
     )
 
 
-def told_by_name(model: str) -> str | None:
-    """What the name of a hub id tells about its support, as text; None if nothing."""
+def support_hint(model: str) -> str | None:
+    """What the name of a hub id says about its support, as text; None if nothing."""
     name = model.rpartition("/")[2].lower()
-    return next((told for pattern, told in NAMES if re.search(pattern, name)), None)
+    return next((hint for pattern, hint in NAMES if re.search(pattern, name)), None)

@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict | None:
 
 def json_object(name: str, value: Any) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is {value!r:.50}, must be a JSON object")
+        raise ValueError(f"{name} must be a JSON object, got {value!r:.50}")
     return {key: item for key, item in value.items() if item is not None}
 
 
@@ -55,9 +55,9 @@ def text_config(raw: dict) -> dict:
 def integers(name: str, value: Any) -> tuple[int, ...]:
     """A list of integers of at least 0."""
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name} is {value!r:.50}, must be a list of integers")
+        raise ValueError(f"{name} must be a list of integers, got {value!r:.50}")
     for item in value:
-        check_int(f"{name} has an item that", item, at_least=0)
+        check_int(f"each item of {name}", item, at_least=0)
     return tuple(value)
 
 
@@ -105,11 +105,11 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
             check_int(f"vision_config's {name}", fields[name])
             if fields[name] > LARGEST_VISION_SIZE:
                 shown = f"{fields[name]!r:.50}"
-                raise ValueError(f"vision_config's {name} is {shown}, must be at most {LARGEST_VISION_SIZE}")
+                raise ValueError(f"vision_config's {name} must be at most {LARGEST_VISION_SIZE}, got {shown}")
     rope = json_object("rope_parameters", vision.get("rope_parameters", {}))
     for name, supported in (("rope_theta", ROPE_THETA), ("rope_type", "axial")):
         if rope.get(name, supported) != supported:
-            raise ValueError(f"vision_config's {name} is {rope[name]!r:.50}, only {supported!r} is supported")
+            raise ValueError(f"vision_config's {name} must be {supported!r}, got {rope[name]!r:.50}")
     return fields
 
 
@@ -118,7 +118,7 @@ def special_token_ids(raw: dict) -> dict[str, int]:
     ids = {name: raw.get(name, default) for name, default in SPECIAL_TOKEN_IDS.items()}
     for name, token_id in ids.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise ValueError(f"{name} is {token_id!r:.50}, must be a token id")
+            raise ValueError(f"{name} must be a token id, got {token_id!r:.50}")
     return ids
 
 
@@ -132,7 +132,7 @@ def quantization_of(raw: dict) -> CheckpointQuantization | None:
 
 def _dtype(name: Any) -> "torch.dtype":
     if (dtype := torch_dtype(name)) is None:
-        raise ValueError(f"dtype is {name!r:.50}, must be float32, float16 or bfloat16")
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {name!r:.50}")
     return dtype
 
 
@@ -146,7 +146,7 @@ def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
     """Sampling defaults as in transformers: without `do_sample` greedy, with it a temperature of 1 if none is given."""
     do_sample = generation.get("do_sample")
     if not isinstance(do_sample, bool | None):
-        raise ValueError(f"generation_config.json's do_sample is {do_sample!r}, must be true or false")
+        raise ValueError(f"generation_config.json's do_sample must be true or false, got {do_sample!r}")
     given = {name: generation[name] for name in SAMPLING_NAMES if name in generation}
     if do_sample:
         given = {"temperature": 1.0} | given
@@ -172,13 +172,13 @@ def _check_decoder(text: dict, rope: dict) -> None:
     for name, least in (("rms_norm_eps", 0), ("rope_theta", 1)):
         if not is_number(given[name]) or not least <= given[name] <= LARGEST_NUMBER or not given[name]:
             bound = f"of at least {least}" if least else "above 0"
-            raise ValueError(f"{name} is {given[name]!r:.50}, must be a number {bound}, at most {LARGEST_NUMBER:g}")
+            raise ValueError(f"{name} must be a number {bound}, at most {LARGEST_NUMBER:g}, got {given[name]!r:.50}")
     if not isinstance(layer_types := text.get("layer_types") or [], list):
-        raise ValueError(f"layer_types is {layer_types!r:.50}, must be a list of names")
+        raise ValueError(f"layer_types must be a list of names, got {layer_types!r:.50}")
     if text.get("use_sliding_window") or "sliding_attention" in layer_types:
         raise ValueError("asks for sliding-window attention, which is not supported")
     if text.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")
+        raise ValueError(f"hidden_act must be 'silu', got {text['hidden_act']!r}")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type not in ("default", "mrope"):
         raise ValueError(f"asks for {rope_type!r} rotary scaling; supported: 'default', 'mrope'")
@@ -187,5 +187,5 @@ def _check_decoder(text: dict, rope: dict) -> None:
 def _eos_token_ids(eos: int | list[int] | None) -> frozenset[int]:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise ValueError(f"eos_token_id is {eos!r:.50}, must be a token id or a list of them")
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r:.50}")
     return frozenset(ids)

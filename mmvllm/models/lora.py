@@ -128,7 +128,7 @@ def _read_shapes(path: Path) -> dict[tuple[str, str], Tensor]:
     with _opened(path) as file:
         names = list(file.keys())
         if len(names) > MAX_TENSORS:
-            raise ValueError(f"{path} has {len(names):,} tensors; at most {MAX_TENSORS:,} are read")
+            raise ValueError(f"{path} must have at most {MAX_TENSORS:,} tensors, got {len(names):,}")
         parts = {name: file.get_slice(name) for name in names}
         shapes = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
     if (longest := max(map(len, shapes), default=0)) > MAX_NAME:

@@ -48,8 +48,8 @@ def load_media_configs(folder: str | Path) -> tuple["ImageProcessorConfig", "Vid
     if vision := config.vision:
         if not 0 <= config.image_token_id < config.vocab_size:
             raise ValueError(
-                f"{folder}: image_token_id is {config.image_token_id}, must be a token id below vocab_size, "
-                f"{config.vocab_size}"
+                f"{folder}: image_token_id must be a token id below vocab_size, {config.vocab_size}, "
+                f"got {config.image_token_id}"
             )
         needed = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
         for modality, settings in configs.items():
@@ -86,7 +86,7 @@ def read_config(folder: str | Path) -> tuple[str, dict]:
         raise ValueError(f"{folder}: not a checkpoint folder, it has no config.json")
     names = raw.get("architectures") or [raw.get("model_type", "unknown")]
     if not isinstance(names, list) or not isinstance(names[0], str):
-        raise ValueError(f"{path}: architectures is {names!r:.50}, must be a list of names")
+        raise ValueError(f"{path}: architectures must be a list of names, got {names!r:.50}")
     try:
         _check_architecture(names[0])
     except ValueError as error:

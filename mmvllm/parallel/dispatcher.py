@@ -99,7 +99,7 @@ class Dispatcher:
         key, params = next(self._keys), replace(params, logits_processors=())
         if params.seed is None:  # each engine would draw the same seeds
             params = replace(params, seed=xxhash.xxh64_intdigest(f"{self._engines.seed}:{key}".encode()))
-        items = [(item.offset, item.digest) for item in prompt.items]
+        items = [(item.offset, item.digest) for item in prompt.mm_items]
         adapter = options.get("lora_request")
         salt = options.get("cache_salt") if adapter is None else f"{adapter.lora_path}\0{options.get('cache_salt')}"
         known = fingerprint(prompt.token_ids, items, salt, params.max_tokens)

@@ -110,7 +110,7 @@ class Router:
         check_int("num_engines", num_engines)
         check_int("capacity", capacity)
         if not max_imbalance >= 1:
-            raise ValueError(f"max_imbalance is {max_imbalance!r}, must be at least 1")
+            raise ValueError(f"max_imbalance must be at least 1, got {max_imbalance!r}")
         self._max_imbalance = max_imbalance
         self._engines = [_EngineCaches(i, capacity) for i in range(num_engines)]
         self._turns = count(1)

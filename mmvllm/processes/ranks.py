@@ -156,7 +156,7 @@ class ConnectedRanks(Ranks):
         """Before an operation is run: one that fails cannot be run again."""
         if self._expected is not None:
             expected = self._expected.popleft() if self._expected else None
-            assert operation == expected, f"the operation is {operation}, must be {expected}"
+            assert operation == expected, f"the operation must be {expected}, got {operation}"
 
     def _run(self, operation: Operation, submit: Callable[[], dist.Work]) -> None:
         self._take(operation)

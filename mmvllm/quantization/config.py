@@ -245,23 +245,23 @@ def _group_size(size: Any) -> int | None:
 
 def _block(name: str, block: Any) -> tuple[int, int]:
     if not isinstance(block, list | tuple) or len(block) != 2:
-        raise ValueError(f"quantization_config's {name} is {block!r:.50}, must be two integers")
+        raise ValueError(f"quantization_config's {name} must be two integers, got {block!r:.50}")
     rows, columns = (int(size) if isinstance(size, str) and size.isdecimal() else size for size in block)
     for size in (rows, columns):
-        check_int(f"quantization_config's {name} has an item that", size)
+        check_int(f"each item of quantization_config's {name}", size)
     return rows, columns
 
 
 def _names_of(raw: dict, name: str) -> tuple[str, ...]:
     names = raw.get(name) or ()
     if not isinstance(names, list | tuple) or not all(isinstance(item, str) for item in names):
-        raise ValueError(f"quantization_config's {name} is {names!r:.50}, must be a list of names")
+        raise ValueError(f"quantization_config's {name} must be a list of names, got {names!r:.50}")
     return tuple(names)
 
 
 def _object(name: str, value: Any) -> dict:
     if not isinstance(value, dict):
-        raise ValueError(f"quantization_config's {name} is {value!r:.50}, must be a JSON object")
+        raise ValueError(f"quantization_config's {name} must be a JSON object, got {value!r:.50}")
     return value
 
 

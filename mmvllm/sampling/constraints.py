@@ -127,7 +127,7 @@ def check_in_vocabulary(name: str, token_ids: Any, vocab_size: int) -> None:
     """Raise RequestError for the first token id of a parameter that does not exist."""
     if max(token_ids, default=0) >= vocab_size:
         token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
-        message = f"{name} has {token_id}, token ids of this model are integers in [0, {vocab_size})"
+        message = f"{name} must have token ids of this model, in [0, {vocab_size}), got {token_id}"
         raise RequestError(message, param=name, value=token_id, limit=vocab_size - 1)
 
 
@@ -171,7 +171,7 @@ def apply_logits_processors(logits: Tensor, seq: Sequence) -> Tensor:
         if not _is_row_of_logits(made, logits):
             what = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
             required = f"a tensor {list(logits.shape)}, dense and of real numbers"
-            raise _processor_failed(f"{_name(function)} returned {what}, must be {required}")
+            raise _processor_failed(f"{_name(function)} must return {required}, got {what}")
         logits = made.to(logits.device, torch.float32)
     return logits
 

@@ -123,8 +123,8 @@ class BlockManager:
     def _key(self, seq: Sequence, i: int) -> tuple:
         start, end = i * self.block_size, (i + 1) * self.block_size
         items = ()
-        if start < seq.media_end:
-            items = tuple((seq.items[j].digest, start - seq.items[j].offset) for j in seq.items_in(start, end))
+        if start < seq.mm_end:
+            items = tuple((seq.mm_items[j].digest, start - seq.mm_items[j].offset) for j in seq.mm_items_in(start, end))
         prefix = seq.prefix_ids[i - 1] if i else ("salt", seq.cache_salt, seq.adapter and seq.adapter.digest)
         return prefix, tuple(seq.token_ids[start:end]), items
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem
 from mmvllm.lora.adapters import Adapter
 from mmvllm.scheduler.prompt_logprobs import PromptLogprobs
 from mmvllm.scheduler.sequence import Sequence, SequenceStatus
@@ -39,7 +39,7 @@ class SchedulerOutput:
 
     decodes: list[ScheduledChunk] = field(default_factory=list)  # one token each, sampled before: the device has it
     prefills: list[ScheduledChunk] = field(default_factory=list)  # prompts, and what is computed again
-    items_to_encode: dict[bytes, MediaItem] = field(default_factory=dict)  # by digest
+    mm_items_to_encode: dict[bytes, MultiModalItem] = field(default_factory=dict)  # by digest
     item_slots: dict[bytes, int] = field(default_factory=dict)  # by digest, slots of adapters that change embeddings
     new_adapters: tuple[tuple[int, Adapter], ...] = ()  # (slot, adapter) to write first
     freed_digests: tuple[bytes, ...] = ()  # items that the encoder cache has dropped
@@ -60,7 +60,8 @@ class SchedulerOutput:
             chunk.seq
             for chunk in self.prefills
             if any(
-                chunk.seq.items[i].digest in self.items_to_encode for i in chunk.seq.items_in(chunk.start, chunk.end)
+                chunk.seq.mm_items[i].digest in self.mm_items_to_encode
+                for i in chunk.seq.mm_items_in(chunk.start, chunk.end)
             )
         ]
 

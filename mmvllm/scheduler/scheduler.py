@@ -20,7 +20,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem
 from mmvllm.lora.adapter_slots import AdapterSlots
 from mmvllm.scheduler.beam_search import Candidate
 from mmvllm.scheduler.block_manager import BlockManager
@@ -200,7 +200,7 @@ class Scheduler:
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = time.time()
                 if seq is self.groups[seq.request_id].first_seq:  # others of the group have the same images
-                    step.num_new_images += len(seq.items)
+                    step.num_new_images += len(seq.mm_items)
             if seq.num_preemptions == 0 and seq.num_completion_tokens == 0:
                 seq.num_cached_tokens = step.prefills[-1].start // seq.block_size * seq.block_size
             del self.waiting[0]
@@ -239,7 +239,7 @@ class Scheduler:
         if not self._may_follow(seq, start):
             return _ScheduleResult.COMPLETE
         end = min(known, start + self.max_num_batched_tokens - step.num_tokens)
-        end, new_items = self._acquire_items(step, seq, start, end)
+        end, new_mm_items = self._acquire_items(step, seq, start, end)
         if end <= start:  # patches do not keep the first item of a step from being encoded
             return _ScheduleResult.OUT_OF_BUDGET if step.num_patches else _ScheduleResult.STALLED
         copies = self.block_manager.allocate(seq, end - start)
@@ -252,34 +252,34 @@ class Scheduler:
         seq.num_inflight_tokens += end - start
         seq.is_decoding = chunk.samples
         step.num_tokens += end - start
-        step.num_patches += sum(item.num_patches for item in new_items.values())
-        step.items_to_encode |= new_items
+        step.num_patches += sum(item.num_patches for item in new_mm_items.values())
+        step.mm_items_to_encode |= new_mm_items
         if seq.adapter is not None and seq.adapter.adapts_vision:
-            step.item_slots |= dict.fromkeys(new_items, seq.adapter_slot)
-        self.encoder_cache.mark_encoded(new_items)  # before any later step uses their embeddings
+            step.item_slots |= dict.fromkeys(new_mm_items, seq.adapter_slot)
+        self.encoder_cache.mark_encoded(new_mm_items)  # before any later step uses their embeddings
         return _ScheduleResult.SCHEDULED
 
     def _acquire_items(
         self, step: SchedulerOutput, seq: Sequence, start: int, end: int
-    ) -> tuple[int, dict[bytes, MediaItem]]:
+    ) -> tuple[int, dict[bytes, MultiModalItem]]:
         """Hold the items that tokens [start, end) touch.
 
         Returns the end, moved before the first item that has no room, and the items that are to be encoded.
         A step encodes at most `max_vision_patches`, except that one larger item may be encoded alone.
         """
-        new_items: dict[bytes, MediaItem] = {}
+        new_mm_items: dict[bytes, MultiModalItem] = {}
         num_patches = step.num_patches
-        for i in seq.items_in(start, end):
-            item = seq.items[i]
-            is_new = item.digest not in new_items and not self.encoder_cache.is_encoded(item.digest)
+        for i in seq.mm_items_in(start, end):
+            item = seq.mm_items[i]
+            is_new = item.digest not in new_mm_items and not self.encoder_cache.is_encoded(item.digest)
             if is_new and num_patches and num_patches + item.num_patches > self.max_vision_patches:
-                return max(start, item.offset), new_items
+                return max(start, item.offset), new_mm_items
             if not self.encoder_cache.acquire(item.digest, item.num_tokens, (seq.seq_id, i)):
-                return max(start, item.offset), new_items
+                return max(start, item.offset), new_mm_items
             if is_new:
                 num_patches += item.num_patches
-                new_items[item.digest] = item
-        return end, new_items
+                new_mm_items[item.digest] = item
+        return end, new_mm_items
 
     def preempt(self, seq: Sequence) -> None:
         """Free a running sequence's blocks and items; it waits, and computes again what is no longer cached."""
@@ -330,7 +330,7 @@ class Scheduler:
                 seq.num_computed_tokens = chunk.end
                 if caches_prefixes and chunk.end >= (len(seq.prefix_ids) + 1) * block_size:
                     self.block_manager.commit(seq)
-                if chunk.start < seq.media_end:
+                if chunk.start < seq.mm_end:
                     self._release_items(seq, chunk.start, chunk.end)
                 if chunk.samples and seq.is_beam:
                     self._hold(seq, sampled.candidates[at])
@@ -353,9 +353,9 @@ class Scheduler:
 
     def _release_items(self, seq: Sequence, start: int, end: int) -> None:
         """End the hold of the items that tokens [start, end) have reached the end of."""
-        for i in seq.items_in(start, end):
-            if seq.items[i].end <= end:
-                self.encoder_cache.release(seq.items[i].digest, (seq.seq_id, i))
+        for i in seq.mm_items_in(start, end):
+            if seq.mm_items[i].end <= end:
+                self.encoder_cache.release(seq.mm_items[i].digest, (seq.seq_id, i))
 
     def _append(self, seq: Sequence, token_id: int, logprobs: TokenLogprobs | None, error: RequestError | None) -> None:
         if token_id < 0:
@@ -423,7 +423,7 @@ class Scheduler:
         users = set()
         for seq in self.running:
             end = seq.num_computed_tokens + seq.num_inflight_tokens
-            for i, item in enumerate(seq.items):
+            for i, item in enumerate(seq.mm_items):
                 if item.offset < end and seq.num_computed_tokens < item.end:
                     users.add((seq.seq_id, i))
         self.encoder_cache.check(users)
@@ -452,7 +452,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.free(seq)
-        for i, item in enumerate(seq.items):
+        for i, item in enumerate(seq.mm_items):
             self.encoder_cache.release(item.digest, (seq.seq_id, i))
         seq.num_computed_tokens = seq.num_inflight_tokens = 0
         seq.is_decoding = False

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import Grid, MediaItem, Span
+from mmvllm.inputs import Grid, MultiModalItem, PlaceholderRange
 from mmvllm.lora import LoRARequest
 from mmvllm.outputs import LogprobsById, RequestOutput
 from mmvllm.pooling_params import PoolingParams
@@ -77,7 +77,7 @@ class Sequence:
         *,
         request_id: str,
         block_size: int,
-        items: tuple[MediaItem, ...] = (),
+        mm_items: tuple[MultiModalItem, ...] = (),
         positions: np.ndarray | None = None,
         mrope_position_delta: int = 0,
         max_num_tokens: int | None = None,
@@ -111,8 +111,8 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         longest = self.num_prompt_tokens + sampling_params.max_tokens
         self.max_num_tokens = longest if max_num_tokens is None else min(longest, max_num_tokens)
-        self.items = items
-        self.media_end = items[-1].end if items else 0  # tokens that the last item ends at
+        self.mm_items = mm_items
+        self.mm_end = mm_items[-1].end if mm_items else 0  # tokens that the last item ends at
         self.positions = np.tile(np.arange(len(token_ids)), (3, 1)) if positions is None else positions
         self.mrope_position_delta = mrope_position_delta
 
@@ -211,25 +211,25 @@ class Sequence:
 
     @property
     def pixel_values(self) -> tuple[torch.Tensor, ...]:
-        return tuple(item.patches for item in self.items)
+        return tuple(item.patches for item in self.mm_items)
 
     @property
     def image_grid_thw(self) -> tuple[Grid, ...]:
-        return tuple(item.grid for item in self.items)
+        return tuple(item.grid for item in self.mm_items)
 
     @property
-    def vision_placeholders(self) -> tuple[Span, ...]:
-        return tuple(item.span for item in self.items)
+    def vision_placeholders(self) -> tuple[PlaceholderRange, ...]:
+        return tuple(item.placeholder for item in self.mm_items)
 
     def num_media_tokens(self, modality: str) -> int:
         """Placeholder tokens of the images or of the videos."""
-        return sum(item.num_tokens for item in self.items if item.modality == modality)
+        return sum(item.num_tokens for item in self.mm_items if item.modality == modality)
 
-    def items_in(self, start: int, end: int) -> range:
+    def mm_items_in(self, start: int, end: int) -> range:
         """Indices of the items whose placeholders are among tokens [start, end)."""
         return range(
-            bisect_right(self.items, start, key=lambda item: item.end),
-            bisect_left(self.items, end, key=lambda item: item.offset),
+            bisect_right(self.mm_items, start, key=lambda item: item.end),
+            bisect_left(self.mm_items, end, key=lambda item: item.offset),
         )
 
     @property
@@ -330,7 +330,7 @@ class SequenceGroup:
     @property
     def num_bytes(self) -> int:
         """Host memory of the items' patches."""
-        return sum(item.patches.nbytes for item in self.first_seq.items)
+        return sum(item.patches.nbytes for item in self.first_seq.mm_items)
 
     @property
     def has_begun(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem
 from mmvllm.lora.adapters import Adapter
 from mmvllm.scheduler.output import ScheduledChunk, SchedulerOutput
 
@@ -73,7 +73,7 @@ class StepInputs:
     prefills: Prefills | None  # None where all sequences decode
     samples: np.ndarray  # (2, R) int32, of the sampled sequences: request index, and number of preceding tokens
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
-    new_items: tuple[MediaItem, ...]  # items to encode in this step
+    new_mm_items: tuple[MultiModalItem, ...]  # items to encode in this step
     encoders: tuple[int, ...]  # the rank that encodes each of them
     freed_digests: tuple[bytes, ...]  # items that the encoder cache has dropped since the last step
     prompt_output_tokens: PromptOutputTokens | None = None  # None if the step has no prompt outputs
@@ -105,17 +105,17 @@ def pack_step(step: SchedulerOutput, num_ranks: int = 1, num_slots: int = 0) -> 
     if prefills is not None:
         of_prefills = np.stack([prefills.req_indices, prefills.kv_lens])[:, prefills.samples]
         samples = np.concatenate([samples, of_prefills], axis=1, dtype=np.int32)
-    new_items = tuple(step.items_to_encode.values())
+    new_mm_items = tuple(step.mm_items_to_encode.values())
     return StepInputs(
         decodes=decodes,
         prefills=prefills,
         samples=samples,
         block_copies=[copy for chunk in step.chunks if chunk.block_copies for copy in chunk.block_copies],
-        new_items=new_items,
-        encoders=_deal([item.num_patches for item in new_items], num_ranks),
+        new_mm_items=new_mm_items,
+        encoders=_deal([item.num_patches for item in new_mm_items], num_ranks),
         freed_digests=step.freed_digests,
         prompt_output_tokens=_prompt_output_tokens(step) if prefills is not None else None,
-        item_slots=tuple(map(step.item_slots.get, step.items_to_encode)) if step.item_slots else (),
+        item_slots=tuple(map(step.item_slots.get, step.mm_items_to_encode)) if step.item_slots else (),
         new_adapters=step.new_adapters,
         adapters=_adapter_tokens(step, num_slots) if num_slots else None,
     )
@@ -193,8 +193,8 @@ def _embed_slices(chunks: list[ScheduledChunk], starts: np.ndarray) -> tuple[np.
     """The embeddings of each item that fall inside its chunk: their token indices, and their slices."""
     mm_token_indices, embed_slices = [np.empty(0, dtype=np.int64)], []
     for begin, chunk in zip(starts, chunks, strict=True):
-        for i in chunk.seq.items_in(chunk.start, chunk.end):
-            item = chunk.seq.items[i]
+        for i in chunk.seq.mm_items_in(chunk.start, chunk.end):
+            item = chunk.seq.mm_items[i]
             first, last = item.embeds_in(chunk.start, chunk.end)
             mm_token_indices.append(np.arange(first, last) + item.offset - chunk.start + begin)
             embed_slices.append(EmbedSlice(item.digest, first, last))

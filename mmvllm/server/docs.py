@@ -11,7 +11,7 @@ PAGE = """<!doctype html>
 <title>mmvllm {version}</title>
 <h1>mmvllm {version}</h1>
 <p>An OpenAI-compatible server. <a href="openapi.json">openapi.json</a> describes all requests and responses; any
-OpenAPI viewer opens it. <code>docs/serving.md</code> of mmvllm has examples, limits and metrics.</p>
+OpenAPI viewer opens it. <code>docs/http_api.md</code> of mmvllm has their fields and limits.</p>
 <table>
 {rows}
 </table>

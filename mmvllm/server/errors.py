@@ -30,8 +30,8 @@ MESSAGES = {
     "extra_forbidden": "is not a field of this request",
     "missing": "is missing",
     # The only union whose tag can be invalid or missing is that of content parts.
-    "union_tag_invalid": "has the type {tag!r:.100}, must be 'text', 'image_url' or 'video_url'",
-    "union_tag_not_found": "needs a type, which must be 'text', 'image_url' or 'video_url'",
+    "union_tag_invalid": "must have the type 'text', 'image_url' or 'video_url', got {tag!r:.100}",
+    "union_tag_not_found": "must have a type: 'text', 'image_url' or 'video_url'",
     "literal_error": "must be {expected}; nothing else is supported",
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
@@ -90,15 +90,15 @@ def from_engine(error: Exception) -> ApiError:
 
 
 @contextmanager
-def engine_errors(spelled: Callable[[ValueError], tuple[str, str | None]]) -> Iterator[None]:
-    """Raise what the engine raises as ApiError; `spelled` gives message and field of an error about a request."""
+def engine_errors(format_error: Callable[[ValueError], tuple[str, str | None]]) -> Iterator[None]:
+    """Raise what the engine raises as ApiError; `format_error` gives message and field of an error about a request."""
     try:
         yield
     except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
         raise from_engine(error) from error
     except ValueError as error:
         code = CONTEXT_LENGTH_EXCEEDED if isinstance(error, PromptTooLong) else None
-        message, param = spelled(error)
+        message, param = format_error(error)
         raise ApiError(400, message, param=param, code=code) from error
 
 

@@ -118,7 +118,7 @@ def as_structured(value: Any) -> StructuredOutputsParams | None:
         return value
     if not isinstance(value, dict):
         required = f"StructuredOutputsParams, a dict with one of {', '.join(KINDS)}, or None"
-        raise RequestError(f"structured is {shown(value)}, must be {required}", param="structured", value=value)
+        raise RequestError(f"structured must be {required}, got {shown(value)}", param="structured", value=value)
     if unknown := [name for name in value if name not in NAMES]:
         raise RequestError(
             f"structured has no field {unknown[0]!r:.100}; known: {', '.join(NAMES)}", param="structured"
@@ -132,7 +132,7 @@ def _wrong(name: str, problem: str) -> RequestError:
 
 def _flag(value: Any) -> bool | None:
     if value not in (True, False, None):
-        raise _wrong("json_object", f"is {value!r:.200}, must be True")
+        raise _wrong("json_object", f"must be True, got {value!r:.200}")
     return True if value else None
 
 
@@ -140,7 +140,7 @@ def _check_text(name: str, value: Any, may_be_empty: bool = False) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise _wrong(name, f"is {value!r:.200}, must be a string")
+        raise _wrong(name, f"must be a string, got {value!r:.200}")
     if not value and not may_be_empty:
         raise _wrong(name, "is empty")
     _check_size(name, value)
@@ -166,7 +166,7 @@ def _check_embedded_schemas(grammar: str) -> None:
 
 def _check_size(name: str, text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise _wrong(name, f"has {len(text)} characters, at most {MAX_CHARACTERS} are accepted")
+        raise _wrong(name, f"must have at most {MAX_CHARACTERS} characters, got {len(text)}")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -176,7 +176,7 @@ def _check_size(name: str, text: str) -> None:
 def _choices(value: Any) -> tuple[str, ...]:
     choices = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise _wrong("choice", f"is {value!r:.200}, must be a list of strings that are not empty")
+        raise _wrong("choice", f"must be a list of strings that are not empty, got {value!r:.200}")
     _check_size("choice", "".join(choices))
     return tuple(dict.fromkeys(choices))
 
@@ -185,7 +185,7 @@ def _schema_text(given: Any) -> str:
     """The schema as compact JSON, in the order of its keys; raises RequestError if it is none, or has no effect."""
     schema = _parsed(given)
     if not isinstance(schema, dict):
-        raise _wrong("json", f"is {schema!r:.200}, must be a JSON schema that is an object")
+        raise _wrong("json", f"must be a JSON schema that is an object, got {schema!r:.200}")
     if _depth(schema) > MAX_DEPTH:
         raise _too_deep()
     if num_schemas(schema) > MAX_SCHEMAS:

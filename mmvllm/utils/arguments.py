@@ -36,7 +36,7 @@ def check_arguments(
 def check_int(name: str, value: Any, at_least: int = 1) -> None:
     """Raise ValueError for anything but an integer of at least `at_least`; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
-        raise ValueError(f"{name} is {value!r}, must be an integer of at least {at_least}")
+        raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
 def are_ints(values: Collection[Any]) -> bool:

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem
 from mmvllm.kernels.normalize import normalize
 from mmvllm.layers.attention import AttentionBackend
 from mmvllm.lora.device_adapters import DeviceAdapters
@@ -115,7 +115,7 @@ class ModelRunner:
             self._encoder_outputs.pop(digest, None)
         if inputs.block_copies:
             self._copy_blocks(inputs.block_copies)
-        if inputs.new_items:
+        if inputs.new_mm_items:
             with watch.timing_vision():
                 self._encode(inputs)
         mm_embeds = self._mm_embeds(inputs)
@@ -186,32 +186,32 @@ class ModelRunner:
             if rank == self.ranks.rank and not inputs.item_slots:
                 self._encode_own(items)
             elif rank == self.ranks.rank:
-                slots = dict(zip((item.digest for item in inputs.new_items), inputs.item_slots, strict=True))
+                slots = dict(zip((item.digest for item in inputs.new_mm_items), inputs.item_slots, strict=True))
                 for slot in dict.fromkeys(slots[item.digest] for item in items):
                     self._encode_own([item for item in items if slots[item.digest] == slot], slot)
         if self.ranks.size > 1:
             for rank, items in _by_encoder(inputs):
                 self._broadcast_encoder_outputs(rank, items)
 
-    def _encode_own(self, items: list[MediaItem], slot: int | None = None) -> None:
+    def _encode_own(self, items: list[MultiModalItem], slot: int | None = None) -> None:
         """One call of the ViT on a GPU, a few whose tensors fit the caches on a CPU; all with one adapter."""
         for group in _groups(items, _CPU_PATCHES if self.device.type == "cpu" else None):
             embeds, is_kept = self._encode_group(group, slot)  # (M, mm_embed_size)
             self._keep(group, embeds, is_kept)
 
-    def _keep(self, items: list[MediaItem], embeds: Tensor, is_kept: bool) -> None:
+    def _keep(self, items: list[MultiModalItem], embeds: Tensor, is_kept: bool) -> None:
         for item, own in zip(items, embeds.split([item.num_tokens for item in items]), strict=True):
             # A copy: a view would keep the embeddings of the whole call in memory while one item is cached.
             self._encoder_outputs[item.digest] = own.clone() if len(items) > 1 or not is_kept else own
 
-    def _broadcast_encoder_outputs(self, rank: int, items: list[MediaItem]) -> None:
+    def _broadcast_encoder_outputs(self, rank: int, items: list[MultiModalItem]) -> None:
         if rank == self.ranks.rank:
             self.ranks.broadcast(torch.cat([self._encoder_outputs[item.digest] for item in items]), rank)
         else:
             embeds = self._no_embeds.new_empty(sum(item.num_tokens for item in items), self._no_embeds.shape[1])
             self._keep(items, self.ranks.broadcast(embeds, rank), True)
 
-    def _encode_group(self, items: list[MediaItem], slot: int | None) -> tuple[Tensor, bool]:
+    def _encode_group(self, items: list[MultiModalItem], slot: int | None) -> tuple[Tensor, bool]:
         """The embeddings of all items, and whether the next call leaves them intact."""
         patches, layout = self._pixels(items), self.model.layout([item.grid for item in items])
         if slot is not None:
@@ -222,7 +222,7 @@ class ModelRunner:
             return self.vision_graphs.run(size, patches, layout), False
         return self.model.encode_patches(patches, layout.to(self.device)), True
 
-    def _pixels(self, items: list[MediaItem]) -> Tensor:
+    def _pixels(self, items: list[MultiModalItem]) -> Tensor:
         """(P, patch_dim) normalised patches of all items; those that are alike are copied and normalised at once."""
         alike = groupby(items, lambda item: (item.modality, item.patches.dtype, item.patches.device))
         runs = [self._normalized(modality, [item.patches for item in run]) for (modality, *_), run in alike]
@@ -233,17 +233,17 @@ class ModelRunner:
         return normalize(pixels, self._tables[modality]) if pixels.dtype == torch.uint8 else pixels.to(self.dtype)
 
 
-def _by_encoder(inputs: StepInputs) -> list[tuple[int, list[MediaItem]]]:
+def _by_encoder(inputs: StepInputs) -> list[tuple[int, list[MultiModalItem]]]:
     """The new items that each rank encodes, for the ranks that do."""
-    by_rank: dict[int, list[MediaItem]] = {}
-    for rank, item in zip(inputs.encoders, inputs.new_items, strict=True):
+    by_rank: dict[int, list[MultiModalItem]] = {}
+    for rank, item in zip(inputs.encoders, inputs.new_mm_items, strict=True):
         by_rank.setdefault(rank, []).append(item)
     return sorted(by_rank.items())
 
 
-def _groups(items: list[MediaItem], max_patches: int | None) -> Iterator[list[MediaItem]]:
+def _groups(items: list[MultiModalItem], max_patches: int | None) -> Iterator[list[MultiModalItem]]:
     """Runs of items with at most `max_patches` patches together, or of one that has more; None sets no limit."""
-    group: list[MediaItem] = []
+    group: list[MultiModalItem] = []
     for item in items:
         if group and max_patches and sum(other.num_patches for other in [*group, item]) > max_patches:
             yield group

@@ -183,7 +183,7 @@ class MultiprocessGroup(WorkerGroup):
                 channel.send_packed(message)
         except OSError as error:
             raise RanksFailed(f"a rank cannot be reached: {error}") from None
-        self._sent.append(_Sent([item.digest for item in inputs.new_items]))
+        self._sent.append(_Sent([item.digest for item in inputs.new_mm_items]))
 
     def confirm(self) -> None:
         self._read_reports(self._sent[0])
@@ -288,16 +288,16 @@ def _watch(
 
 
 def _messages(inputs: StepInputs, size: int) -> list[PackedMessage]:
-    if not inputs.new_items:
+    if not inputs.new_mm_items:
         return [PackedMessage(inputs)] * (size - 1)
     return [PackedMessage(_for_rank(inputs, rank)) for rank in range(1, size)]
 
 
 def _for_rank(inputs: StepInputs, rank: int) -> StepInputs:
     """With the patches of those items only that this rank encodes."""
-    pairs = zip(inputs.new_items, inputs.encoders, strict=True)
+    pairs = zip(inputs.new_mm_items, inputs.encoders, strict=True)
     items = tuple(item if own == rank else replace(item, patches=item.patches[:0]) for item, own in pairs)
-    return replace(inputs, new_items=items)
+    return replace(inputs, new_mm_items=items)
 
 
 def _connect(store: dist.Store, device: torch.device, size: int, connected: list[ConnectedRanks | Exception]) -> None:

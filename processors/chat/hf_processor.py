@@ -8,7 +8,7 @@ from typing import Any
 from PIL.Image import Image
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import EngineInput, Media, MediaRules
+from mmvllm.inputs import EngineInput, MediaRules, MultiModalInput
 from mmvllm.processors.chat.parts import naming_media
 from mmvllm.processors.chat.processor import check_takes_media, load_clip, rendered, tokenize
 from mmvllm.processors.chat.requests import ParsedRequest, parse_request
@@ -119,7 +119,7 @@ class HFProcessor:
         media = images + videos
         return place_media(token_ids, media, self.rules, partial(tokenize, self.tokenizer))
 
-    def _media(self, modality: str, made, number: int, **keys: Any) -> list[Media]:
+    def _media(self, modality: str, made, number: int, **keys: Any) -> list[MultiModalInput]:
         if not number:
             return []
         patches_name, grids_name = NAMES[modality]

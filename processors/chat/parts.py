@@ -102,7 +102,7 @@ def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
 
 def _string(kind: str, part: dict, key: str) -> str:
     if not isinstance(part[key], str):
-        raise RequestError(f"{key!r} of {with_article(kind)} part must be a string, not {type(part[key]).__name__}")
+        raise RequestError(f"{key!r} of {with_article(kind)} part must be a string, got {type(part[key]).__name__}")
     return part[key]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import EngineInput, Media, MediaRules
+from mmvllm.inputs import EngineInput, MediaRules, MultiModalInput
 from mmvllm.processors.chat.length_limit import LengthLimit
 from mmvllm.processors.chat.parts import naming_media
 from mmvllm.processors.chat.requests import ParsedRequest, parse_request
@@ -92,11 +92,11 @@ class Processor:
             )
         return parsed
 
-    def _media(self, parsed: ParsedRequest, load: Load) -> list[Media]:
+    def _media(self, parsed: ParsedRequest, load: Load) -> list[MultiModalInput]:
         media = [self._image(i, part, parsed, load) for i, part in enumerate(parsed.images)]
         return media + [self._video(i, part, parsed, load) for i, part in enumerate(parsed.videos)]
 
-    def _placed(self, parsed: ParsedRequest, media: list[Media]) -> EngineInput:
+    def _placed(self, parsed: ParsedRequest, media: list[MultiModalInput]) -> EngineInput:
         text = None
         if (token_ids := parsed.token_ids) is None:
             text, marked = self._rendered(parsed)
@@ -118,7 +118,7 @@ class Processor:
     def _tokenized(self, text: str, marked: str | None) -> list[int]:
         return tokenize(self.tokenizer, text) if marked is None else self._special_tokens.token_ids(marked)
 
-    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
+    def _image(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> MultiModalInput:
         with naming_media(image_index=i):
             config = self.image_processor.config
             draft = [draft_for(config, part, *parsed.image_bounds)] if parsed.jpeg_draft else []
@@ -126,7 +126,7 @@ class Processor:
             made = self.image_processor(resize_for_part(image, part, config.factor), *parsed.image_bounds)
             return replace(made, geometry=SourceGeometry.of(image).resized_to(made.grid, config.patch_size))
 
-    def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> Media:
+    def _video(self, i: int, part: dict, parsed: ParsedRequest, load: Load) -> MultiModalInput:
         with naming_media(video_index=i):
             config, max_tokens = self.video_processor.config, self.max_tokens
             return self.video_processor(load_clip(load, part, parsed.video_kwargs[i], config, max_tokens))

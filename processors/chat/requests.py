@@ -71,7 +71,7 @@ class ParsedRequest(NamedTuple):
 def parse_request(request: Any) -> ParsedRequest:
     """Take a request apart; raises RequestError that says what is wrong."""
     if not isinstance(request, dict):
-        raise RequestError(f"a request must be a dict with 'messages' or 'text', not {type(request).__name__}")
+        raise RequestError(f"a request must be a dict with 'messages' or 'text', got {type(request).__name__}")
     check_keys("request", request, REQUEST_KEYS)
     check_numbers(request)
     form, content = _form(request)
@@ -100,7 +100,7 @@ def parse_request(request: Any) -> ParsedRequest:
     if form == "prompt_token_ids":
         return parsed._replace(token_ids=content)
     if not isinstance(content, str):
-        raise RequestError(f"{form!r} must be a string, not {type(content).__name__}")
+        raise RequestError(f"{form!r} must be a string, got {type(content).__name__}")
     return parsed._replace(text=content)
 
 
@@ -190,7 +190,7 @@ def _given_media(request: dict) -> tuple[list, list]:
     """The images and the videos that are not parts of messages."""
     data = {} if request.get("multi_modal_data") is None else request["multi_modal_data"]
     if not isinstance(data, Mapping):
-        raise RequestError(f"multi_modal_data must be a dict such as {{'image': ...}}, not {type(data).__name__}")
+        raise RequestError(f"multi_modal_data must be a dict such as {{'image': ...}}, got {type(data).__name__}")
     if unknown := sorted(map(str, data.keys() - {"image", "video"})):
         raise RequestError(f"multi_modal_data has {', '.join(unknown)}; only 'image' and 'video' are supported")
     images = _as_list(request.get("images")) + _as_list(data.get("image"))
@@ -254,7 +254,7 @@ def media_kinds(request: dict) -> Iterator[Literal["image", "video"]]:
 def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError(
-            f"'messages' must be a list of at least one {{'role', 'content'}} dict, not {shown(messages, 100)}"
+            f"'messages' must be a list of at least one {{'role', 'content'}} dict, got {shown(messages, 100)}"
         )
     parsed, images, videos = [], [], []
     for i, message in enumerate(messages):
@@ -264,12 +264,12 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
         if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
             message = {**message, "content": message.get("refusal") or ""}  # clients and models leave some empty
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise RequestError(f"a message must be a dict with 'role' and 'content', not {shown(message, 100)}")
+            raise RequestError(f"a message must be a dict with 'role' and 'content', got {shown(message, 100)}")
         content = message["content"]
         if isinstance(content, list | tuple):
             content = [_parse_part(part, images, videos) for part in content]
         elif not isinstance(content, str):
-            raise RequestError(f"message content must be a string or a list of parts, not {type(content).__name__}")
+            raise RequestError(f"message content must be a string or a list of parts, got {type(content).__name__}")
         parsed.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
     return parsed, images, videos
 
@@ -278,7 +278,7 @@ def _parse_part(part: Any, images: list[dict], videos: list[dict]) -> dict:
     """The part as the template needs it; what to load goes to `images` or `videos`."""
     part = as_part_of_chats(part)
     if not isinstance(part, dict):
-        raise RequestError(f"a content part must be a dict or a string, not {type(part).__name__}")
+        raise RequestError(f"a content part must be a dict or a string, got {type(part).__name__}")
     part = without_nulls(part)
     if is_video_part(part):
         videos.append(video_part(len(videos), part))

@@ -27,7 +27,7 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
     if kwargs is None:
         return {}
     if not isinstance(kwargs, Mapping):
-        raise _error(f"must be a dict of names and JSON values, not {type(kwargs).__name__}")
+        raise _error(f"must be a dict of names and JSON values, got {type(kwargs).__name__}")
     for name in kwargs:
         if not isinstance(name, str):
             raise _error(f"has the name {name!r:.50}, which is not a string")

@@ -36,9 +36,9 @@ def check_tools(tools: Any) -> list[dict]:
     if tools is None:
         return []
     if not isinstance(tools, list | tuple):
-        raise _error("tools", f"must be a list of functions, not {type(tools).__name__}")
+        raise _error("tools", f"must be a list of functions, got {type(tools).__name__}")
     if len(tools) > MAX_TOOLS:
-        raise _error("tools", f"has {len(tools)} functions, at most {MAX_TOOLS} are accepted")
+        raise _error("tools", f"must have at most {MAX_TOOLS} functions, got {len(tools)}")
     checked = [_checked(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     check_names([tool["function"]["name"] for tool in checked])
     return checked
@@ -54,10 +54,10 @@ def check_names(names: Sequence[str]) -> None:
 def check_parameters(schema: Any, param: str = "parameters") -> dict:
     """A copy of a function's JSON schema; raises RequestError if it cannot be that of an object."""
     if not isinstance(schema, Mapping) or not all(isinstance(key, str) for key in schema):
-        raise _error(param, f"must be a JSON schema, an object, not {type(schema).__name__}")
+        raise _error(param, f"must be a JSON schema, an object, got {type(schema).__name__}")
     schema = without_nulls(json_object_copy(schema, lambda reason: _error(param, reason)))
     if schema.get("type", "object") != "object":
-        raise _error(param, f"must have the type 'object', not {schema['type']!r:.50}")
+        raise _error(param, f"must have the type 'object', got {schema['type']!r:.50}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not all(isinstance(item, Mapping | bool) for item in properties.values()):
         raise _error(param, "has 'properties' that are not an object of JSON schemas")
@@ -73,7 +73,7 @@ def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
     """
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
-        raise _error(f"{place}.tool_calls", f"must be a list, not {type(calls).__name__}")
+        raise _error(f"{place}.tool_calls", f"must be a list, got {type(calls).__name__}")
     return [_checked_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
@@ -96,12 +96,12 @@ def _checked(tool: Any, place: str) -> dict:
         raise _error(place, "must be a dict with 'type', \"function\", and 'function'")
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise _error(f"{place}.function", f"must be a dict with 'name', not {type(function).__name__}")
+        raise _error(f"{place}.function", f"must be a dict with 'name', got {type(function).__name__}")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
-        raise _error(f"{place}.function.name", f"is {name!r:.150}, must be 1 to 128 of A-Z, a-z, 0-9, _, ., : and -")
+        raise _error(f"{place}.function.name", f"must be 1 to 128 of A-Z, a-z, 0-9, _, ., : and -, got {name!r:.150}")
     if not isinstance(description, str | None):
-        raise _error(f"{place}.function.description", f"must be a string, not {type(description).__name__}")
+        raise _error(f"{place}.function.description", f"must be a string, got {type(description).__name__}")
     made = {"name": name} | ({} if description is None else {"description": description})
     if (parameters := function.get("parameters")) is not None:
         made["parameters"] = check_parameters(parameters, f"{place}.function.parameters")

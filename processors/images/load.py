@@ -127,7 +127,7 @@ def _from_array(array: Any, name: str) -> Image.Image:
     shape, dtype = tuple(array.shape), dtype_name(array)
     if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
         required = "uint8 of shape (height, width, 3), (height, width, 4) or (height, width)"
-        raise ImageError(name, f"has shape {shape} and dtype {dtype}, must be {required}")
+        raise ImageError(name, f"must be {required}, got shape {shape} and dtype {dtype}")
     if 0 in shape:
         raise ImageError(name, f"has no pixels, it is {shape[1]}x{shape[0]}")
     return Image.fromarray(array if isinstance(array, np.ndarray) else array.cpu().numpy())

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.grounding import ImageGeometry
-from mmvllm.inputs import Grid, Media
+from mmvllm.inputs import Grid, MultiModalInput
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.images.bounds import check_bounds, pixel_bounds
 from mmvllm.processors.images.draft import Draft, source_size, with_source_size
@@ -66,7 +66,7 @@ class ImageProcessorConfig:
             check_int(name, getattr(self, name))
         check_bounds(self.min_pixels, self.max_pixels)
         if not is_number(self.rescale_factor) or not 1 / _LARGEST <= self.rescale_factor <= _LARGEST:
-            raise ValueError(f"rescale_factor is {shown(self.rescale_factor, 60)}, must be above 0, such as 1 / 255")
+            raise ValueError(f"rescale_factor must be above 0, such as 1 / 255, got {shown(self.rescale_factor, 60)}")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, defaults: Config) -> Config:
@@ -78,7 +78,7 @@ class ImageProcessorConfig:
         """
         path, raw = _read_settings(Path(folder), cls.section, cls.files)
         if not isinstance(raw, dict):
-            raise ValueError(f"{path}: the settings must be a JSON object, not {raw!r:.40}")
+            raise ValueError(f"{path}: the settings must be a JSON object, got {raw!r:.40}")
         try:
             for name, value in _FIXED.items():
                 if raw.get(name) not in (value, None):
@@ -144,7 +144,7 @@ def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
     found = {one.name: raw[one.name] for one in fields(config_class) if raw.get(one.name) is not None}
     size = raw.get("size") or {}
     if not isinstance(size, dict) or any(size[name] is not None for name in size.keys() - _SIZE_NAMES):
-        raise ValueError(f"size is {size!r:.60}, must have shortest_edge and longest_edge, and nothing else")
+        raise ValueError(f"size must have shortest_edge and longest_edge, and nothing else, got {size!r:.60}")
     for name, new_name in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         bound = size.get(name) if size.get(new_name) is None else size[new_name]
         if bound is not None:
@@ -154,8 +154,8 @@ def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
             values = np.broadcast_to(np.asarray(found[name], dtype=np.float64), 3)
             least = 1 / _LARGEST if name == "image_std" else -_LARGEST
             if not ((least <= values) & (values <= _LARGEST)).all():
-                must = f"must be finite numbers{', above 0' * (name == 'image_std')}, at most {_LARGEST:g}"
-                raise ValueError(f"{name} is {shown(raw[name], 60)}, {must}")
+                bound = f"{', above 0' * (name == 'image_std')}, at most {_LARGEST:g}"
+                raise ValueError(f"{name} must be finite numbers{bound}, got {shown(raw[name], 60)}")
             found[name] = tuple(values.tolist())
     return found
 
@@ -264,12 +264,14 @@ class SourceGeometry(NamedTuple):
 
 
 class ImageProcessor:
-    """RGB image -> `Media`, with the settings of a checkpoint."""
+    """RGB image -> `MultiModalInput`, with the settings of a checkpoint."""
 
     def __init__(self, config: ImageProcessorConfig):
         self.config = config
 
-    def __call__(self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None) -> Media:
+    def __call__(
+        self, image: Image.Image, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> MultiModalInput:
         """Resize, cut and digest one RGB image; `min_pixels` and `max_pixels` replace the checkpoint's bounds."""
         c = self.config
         low, high = pixel_bounds(min_pixels, max_pixels, c.min_pixels, c.max_pixels)
@@ -281,7 +283,7 @@ class ImageProcessor:
         grid = (1, height // c.patch_size, width // c.patch_size)
         draft = ("jpeg_draft", source, decoded) if source != decoded else ()
         digest = digest_of(patches.data, repr(("image", grid, low, high, c, *draft)).encode())
-        return Media("image", torch.from_numpy(patches), grid, (digest,))
+        return MultiModalInput("image", torch.from_numpy(patches), grid, (digest,))
 
 
 def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int) -> np.ndarray:

@@ -97,7 +97,7 @@ def _is_run_length_bitmap(data: bytes) -> bool:
 def check_opened(image: Image.Image) -> None:
     """Raise RefusedImage for an opened image that is unreasonable to decode."""
     if image.format == "TIFF" and image.info.get("compression") in _FAX and image.height > MAX_FAX_ROWS:
-        rows = f"{image.height:,} rows in a fax compression, at most {MAX_FAX_ROWS:,} are accepted"
+        rows = f"{image.height:,} rows in a fax compression; at most {MAX_FAX_ROWS:,} are accepted"
         raise RefusedImage(f"is a TIFF of {rows}")
 
 
@@ -143,8 +143,8 @@ def _check_num_scans(data: bytes) -> None:
         return
     scans = sum(marker == _START_OF_SCAN for marker, _, _ in _jpeg_segments(data))
     if scans > MAX_JPEG_SCANS:
-        reason = f"has {scans:,} scans, at most {MAX_JPEG_SCANS} are accepted; save it as a baseline JPEG"
-        raise RefusedImage(f"is a progressive JPEG that {reason}")
+        reason = f"with {scans:,} scans; at most {MAX_JPEG_SCANS} are accepted; save it as a baseline JPEG"
+        raise RefusedImage(f"is a progressive JPEG {reason}")
 
 
 def _is_exif(data: bytes, start: int) -> bool:

@@ -15,7 +15,7 @@ from mmvllm.processors.videos.processor import ClipPlan, resize_frame
 def load_with(backend: str) -> Load:
     """Functions that read media for a `video_backend`; raises ValueError for one that is unknown or not installed."""
     if backend not in BACKENDS:
-        raise ValueError(f"video_backend is {backend!r}, must be {' or '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"video_backend must be {' or '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "qwen-vl-utils":
         _fetch_video()
     return Load(video=BACKENDS[backend])

@@ -143,7 +143,7 @@ def _channels_last(frames: Any) -> Any:
     shape, dtype = tuple(frames.shape), dtype_name(frames)
     if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
         required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
-        raise VideoError("the array", f"has shape {shape} and dtype {dtype}, must be {required}")
+        raise VideoError("the array", f"must be {required}, got shape {shape} and dtype {dtype}")
     return frames if shape[3] in (3, 4) else frames.swapaxes(1, 2).swapaxes(2, 3)
 
 
@@ -162,7 +162,7 @@ def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
     """A number of at least 0; 0 if it is not given."""
     value = metadata.get(key, 0)
     if not is_number(value) or not 0 <= value <= most:
-        raise VideoError("the frames", f"have {key} {value!r:.60}, must be a number from 0 to {most:g}")
+        raise VideoError("the frames", f"{key} must be a number from 0 to {most:g}, got {value!r:.60}")
     return value
 
 
@@ -175,5 +175,5 @@ def _indices(metadata: Mapping[str, Any], number: int) -> list[int]:
         indices = indices.tolist()  # torchvision's reader of qwen-vl-utils returns a tensor
     given = list(indices) if isinstance(indices, Iterable) else [indices]
     if len(given) != number or not all(isinstance(index, Integral) and 0 <= index < MOST_FRAMES for index in given):
-        raise VideoError("the frames", f"have frames_indices {indices!r:.60}, must be {number} integers of at least 0")
+        raise VideoError("the frames", f"frames_indices must be {number} integers of at least 0, got {indices!r:.60}")
     return [int(index) for index in given]

@@ -5,7 +5,7 @@ torchvision: the same frames, grid and times, and normalised by `VideoProcessorC
 values. Frames stay uint8 up to the device.
 
     VideoInfo ── ClipPlan.frames ── indices ── a reader decodes them, each resized to ClipPlan.sizes ── Clip
-    Clip ── VideoProcessor ── Media
+    Clip ── VideoProcessor ── MultiModalInput
 """
 
 from abc import abstractmethod
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mmvllm.errors import ParameterError, PromptTooLong
-from mmvllm.inputs import Grid, Media
+from mmvllm.inputs import Grid, MultiModalInput
 from mmvllm.processors.digest import digest_of
 from mmvllm.processors.images.bounds import pixel_bounds
 from mmvllm.processors.images.processor import ImageProcessorConfig, normalized_levels, patchify
@@ -202,12 +202,12 @@ def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:
 
 
 class VideoProcessor:
-    """Frames -> `Media`, with the settings of a checkpoint."""
+    """Frames -> `MultiModalInput`, with the settings of a checkpoint."""
 
     def __init__(self, config: VideoProcessorConfig):
         self.config = config
 
-    def __call__(self, clip: Clip) -> Media:
+    def __call__(self, clip: Clip) -> MultiModalInput:
         """Cut frames, which have their final size, into patches; an incomplete temporal patch repeats the last one."""
         c, frames, size = self.config, clip.frames, self.config.temporal_patch_size
         missing = -len(frames) % size
@@ -216,7 +216,7 @@ class VideoProcessor:
         grid = (T // size, height // c.patch_size, width // c.patch_size)
         patches = patchify(frames.reshape(T // size, size, height, width, 3), c.patch_size, c.merge_size)
         seconds_per_patch = clip.seconds_per_patch(size)
-        return Media(
+        return MultiModalInput(
             "video",
             torch.from_numpy(patches.reshape(prod(grid), -1)),
             grid,

@@ -95,7 +95,7 @@ def _check_low(low: int, factor: int) -> None:
     """Raise RequestError for frames that would be enlarged to more pixels than any part of a message has."""
     most = PART_MAX_TOKENS * factor**2
     if low > most:
-        reason = f"min_pixels is {low}, must be at most {most} of a frame"
+        reason = f"min_pixels must be at most {most} of a frame, got {low}"
         raise RequestError(reason, param="min_pixels", value=low, limit=most)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from mmvllm.captioning import CaptionSettings
 from mmvllm.captioning.sources.find import find_items
-from tests.helpers.captioning.worklists import left, opened, record_all
+from tests.helpers.captioning.pending_tasks import left, opened, record_all
 
 SETTINGS = CaptionSettings()
 

@@ -186,14 +186,17 @@ def test_the_report_shows_all_captions(tmp_path):
     [
         ({"prompts": []}, "prompts must be a list with one prompt or more"),
         ({"prompts": "Count!"}, "prompts must be a list"),
-        ({"prompts": ["a", 3]}, "prompts: number 2 is 3, must be text"),
-        ({"prompts": ["a", {"name": "x"}]}, "number 2 is"),
-        ({"prompts": ["a", {"name": "", "prompt": "b"}]}, "the name of number 2 is ''"),
-        ({"prompts": ["a", " "]}, "the prompt of number 2 is ' '"),
+        ({"prompts": ["a", 3]}, "prompts: number 2 must be text.*, got 3"),
+        ({"prompts": ["a", {"name": "x"}]}, "number 2 must be text or .*, got {'name'"),
+        (
+            {"prompts": ["a", {"name": "", "prompt": "b"}]},
+            "the name of number 2 must be text that is not empty, got ''",
+        ),
+        ({"prompts": ["a", " "]}, "the prompt of number 2 must be text that is not empty, got ' '"),
         ({"prompts": ["a", {"name": "1", "prompt": "b"}]}, "two prompts with the name '1'"),
         ({"prompt": "c", "prompts": ["a", "b"]}, "give either prompt or prompts"),
         ({"n": 3}, "n is 3, but greedy captions would all be equal: give a temperature"),
-        ({"n": 0}, "n is 0"),
+        ({"n": 0}, "n must be an integer .*, got 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_by_name(given, message):

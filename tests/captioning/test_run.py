@@ -164,15 +164,15 @@ def test_closing_a_job_ends_it_and_unlocks_the_output(folder, llm, tmp_path):
 
 
 def test_an_error_of_the_walk_is_raised_and_the_records_are_kept(folder, llm, tmp_path, monkeypatch):
-    from mmvllm.captioning.jobs import worklist
+    from mmvllm.captioning.jobs import pending_tasks
 
-    def broken(*arguments, find=worklist.find_items):
+    def broken(*arguments, find=pending_tasks.find_items):
         for number, item in enumerate(find(*arguments)):
             if number == 4:
                 raise RuntimeError("the walk broke")
             yield item
 
-    monkeypatch.setattr(worklist, "find_items", broken)
+    monkeypatch.setattr(pending_tasks, "find_items", broken)
     out = tmp_path / "out.jsonl"
     with pytest.raises(RuntimeError, match="the walk broke"):
         list(run(folder, llm, output=out))
@@ -215,16 +215,16 @@ def test_pixel_bounds_change_the_tokens_of_an_image(folder, llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"limit": 0}, "limit is 0, must be at least 1"),
-        ({"shard": (3, 2)}, "shard is 3/2, must be I/N with 1 <= I <= N"),
+        ({"max_tokens": 0}, "max_tokens must be an integer .*, got 0"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"shard": (3, 2)}, "shard must be I/N with 1 <= I <= N, got 3/2"),
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels is 9, above max_pixels 4"),
-        ({"format": "xml"}, "format is 'xml', must be one of jsonl, csv, parquet, txt, webdataset-json"),
+        ({"format": "xml"}, "format must be one of jsonl, csv, parquet, txt, webdataset-json, got 'xml'"),
         ({"format": "csv"}, "csv needs output FILE.csv"),
         ({"skip_existing": True}, "skip_existing is for caption files"),
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
         ({"prompt": " "}, "the prompt is empty"),
-        ({"min_pixels": 10**12}, "min_pixels is 1000000000000, must be at most"),
+        ({"min_pixels": 10**12}, "min_pixels must be at most.*, got 1000000000000"),
         ({"overwrite": True, "skip_existing": True, "format": "txt"}, "overwrite starts over"),
         ({"retry_failed": True}, "retry_failed concerns existing records; give output too"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.captioning import CaptionSettings, caption_images
-from mmvllm.captioning.jobs.worklist import Selection
+from mmvllm.captioning.jobs.pending_tasks import Selection
 from mmvllm.captioning.sources import context
 from mmvllm.captioning.sources.context import MAX_BYTES, read_context
 from mmvllm.captioning.sources.items import Item
@@ -88,7 +88,7 @@ def test_a_suffix_that_no_file_can_have_is_refused(suffix, folder, llm):
         ({"format": "txt", "caption_extension": ".tar"}, "searched for images"),
         ({"context_from": ".webp"}, "context_from is '.webp': .*searched for images"),
         ({"context_from": ".json"}, "context is read from text files only"),
-        ({"context_mode": "after"}, "context_mode is 'after', must be one of prepend, append"),
+        ({"context_mode": "after"}, "context_mode must be one of prepend, append, got 'after'"),
         ({"caption_extension": ".caption"}, "caption_extension is for the format txt, the format is jsonl"),
         ({"format": "webdataset-json", "caption_extension": ".caption"}, "the format is webdataset-json"),
         ({"format": "txt", "context_from": ".txt"}, "would replace what they are made from"),

@@ -221,7 +221,7 @@ def test_a_plot_without_matplotlib_is_refused_at_once(bench, monkeypatch, tmp_pa
     ("arguments", "message"),
     [
         (["throughput", "--size", "large"], "'large' is not an image size; give width and height in pixels"),
-        (["throughput", "--device", "toaster"], "device is 'toaster', must be"),
+        (["throughput", "--device", "toaster"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'toaster'"),
         (["throughput", "--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
         (["throughput", "--output", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),
         (["throughput", "--plot", "/no/such/folder/x"], "there is no folder /no/such/folder; make it first"),

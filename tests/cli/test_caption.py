@@ -124,9 +124,9 @@ def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
     [
         (["--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
         (["--model", str(ROOT)], "not a checkpoint folder, it has no config.json"),
-        (["--device", "toaster"], "device is 'toaster', must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
-        (["--dtype", "int4"], "dtype is 'int4', must be 'auto', 'float32', 'float16' or 'bfloat16'"),
-        (["--max-tokens", "0"], "--max-tokens is 0, must be an integer of at least 1"),
+        (["--device", "toaster"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'toaster'"),
+        (["--dtype", "int4"], "dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got 'int4'"),
+        (["--max-tokens", "0"], "--max-tokens must be an integer of at least 1, -1 or None, got 0"),
         (["--output", "/no/such/folder/out.jsonl"], "there is no folder /no/such/folder; make it first"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from mmvllm.cli import serve
-from mmvllm.cli.common import tell_sampling_defaults
+from mmvllm.cli.common import print_sampling_defaults
 from mmvllm.cli.main import main
 from mmvllm.media.policy import MediaPolicy
 
@@ -28,13 +28,13 @@ def test_the_server_is_told_which_defaults_to_use(words, wanted):
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
 def test_one_line_says_which_values_are_used(command, capsys):
-    tell_sampling_defaults(parsed(command), OWN)
+    print_sampling_defaults(parsed(command), OWN)
     assert capsys.readouterr().err == (
         f"mmvllm {command}: default sampling parameters from the checkpoint's generation_config.json: "
         "temperature 1e-06, top_k 20, repetition_penalty 1.05; --generation-config none ignores them\n"
     )
-    tell_sampling_defaults(parsed(command), {})
-    tell_sampling_defaults(parsed(command, "--generation-config", "none"), OWN)
+    print_sampling_defaults(parsed(command), {})
+    print_sampling_defaults(parsed(command, "--generation-config", "none"), OWN)
     assert capsys.readouterr().err == ""
 
 

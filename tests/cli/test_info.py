@@ -166,9 +166,9 @@ def test_the_bundled_model_is_the_default(capsys):
     ("arguments", "message"),
     [
         (["--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
-        (["--device", "mps"], "device is 'mps', must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
-        (["--dtype", "int8"], "dtype is 'int8', must be"),
-        (["--block-size", "0"], "kvcache_block_size is 0, must be an integer of at least 1"),
+        (["--device", "mps"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'mps'"),
+        (["--dtype", "int8"], "dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got 'int8'"),
+        (["--block-size", "0"], "kvcache_block_size must be an integer of at least 1, got 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.cli.main import main
-from mmvllm.models.folder import BUNDLED, told_by_name
+from mmvllm.models.folder import BUNDLED, support_hint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Importing torch would raise ImportError, which no command expects.
@@ -60,14 +60,14 @@ def folder(tmp_path, monkeypatch) -> Path:
         ("demo --model nosuch", "model 'nosuch' is neither"),
         ("bench latency --model nosuch", "model 'nosuch' is neither"),
         ("info --model nosuch", "model 'nosuch' is neither"),
-        ("caption x.png --dtype float33", "dtype is 'float33', must be 'auto', 'float32', 'float16' or 'bfloat16'"),
-        ("caption x.png --device mps", "device is 'mps', must be 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+        ("caption x.png --dtype float33", "dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got 'float33'"),
+        ("caption x.png --device mps", "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'mps'"),
         ("caption x.png --quantization int5", "invalid choice: 'int5'; did you mean int8?"),
-        ("caption x.png --max-model-len 1", "max_model_len is 1, must be an integer of at least 2"),
+        ("caption x.png --max-model-len 1", "max_model_len must be an integer of at least 2, got 1"),
         ("caption x.png --output a.xyz", "--output a.xyz: the suffix is not .jsonl, .csv or .parquet"),
         ("caption x.png --output nodir/a.jsonl", "--output nodir/a.jsonl: there is no folder nodir"),
         ("caption x.png --format txt --caption-extension x", "--caption-extension is 'x': give a dot"),
-        ("caption x.png --max-tokens 0", "--max-tokens is 0, must be an integer of at least 1"),
+        ("caption x.png --max-tokens 0", "--max-tokens must be an integer of at least 1, -1 or None, got 0"),
         ("caption x.png --min-pixels 9 --max-pixels 1", "min_pixels is 9, above max_pixels 1"),
         ("caption x.png --prompt-file nope", "--prompt-file nope cannot be read"),
         ("caption x.png --overwrite", "--overwrite concerns existing records; give --output too"),
@@ -120,7 +120,7 @@ def test_a_mistyped_word_is_answered_with_the_right_one(line, message, capsys):
 @pytest.mark.parametrize("line", ["caption --prompt=--curious x.png", "caption -- --odd-name.png"])
 def test_what_argparse_accepts_is_accepted(line, folder, capsys):
     assert main([*line.split()[:1], "--dtype", "float33", *line.split()[1:]]) == 2
-    assert "dtype is 'float33'" in capsys.readouterr().err
+    assert "dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got 'float33'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_argparse_accepts_is_accepted(line, folder, capsys):
     ],
 )
 def test_names_of_repositories_tell_their_support(model, told):
-    assert told_by_name(model) == told
+    assert support_hint(model) == told
 
 
 def test_options_of_vllm_that_change_nothing_are_named_once(capsys):

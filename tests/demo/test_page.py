@@ -377,7 +377,7 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
         (["--auth-file", "{folder}/none"], "No such file"),
         (["--auth-file", "{folder}/latin"], "latin must be UTF-8\n"),
-        (["--max-image-pixels", "999999999999"], "--max-image-pixels is 999999999999"),
+        (["--max-image-pixels", "999999999999"], "--max-image-pixels must be from 1 to"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(options, message, tmp_path, capsys):

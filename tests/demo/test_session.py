@@ -184,7 +184,7 @@ def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
         for turn, options, message in (
             (Turn("q", (held,)), OPTIONS, r"a\.png: cannot be decoded"),
             (Turn("word " * 2000), OPTIONS, "maximum context length is 1024"),
-            (Turn("q"), replace(OPTIONS, temperature=-1), "temperature is -1"),
+            (Turn("q"), replace(OPTIONS, temperature=-1), "temperature must be a number of at least 0, got -1"),
             (Turn("q", (good,)), replace(OPTIONS, min_pixels=9000, max_pixels=8000), "min_pixels is 9000, above"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -252,7 +252,7 @@ WITH_SEGMENTS = JPEG[:2] + b"\xff\xe1\x00\x0aExif\0\0\0\0" * 80_000 + JPEG[2:]  
         (header_of(1001, 1000), r"a\.png: too large to decode \(it is 1001x1000, more than 1000000 pixels"),
         (header_of(100, 100), r"a\.png: cannot be decoded, damaged or truncated"),
         (WITH_SEGMENTS, r"a\.png: is a JPEG with more than 1,024 segments"),
-        (bytes(1_000_001), r"a\.png: the image of 1000001 bytes: too large, at most 1000000 bytes are accepted"),
+        (bytes(1_000_001), r"a\.png: the image of 1000001 bytes: too large; at most 1000000 bytes are accepted"),
     ],
 )
 def test_a_bad_file_is_named(data, message, tmp_path):

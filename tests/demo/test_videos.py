@@ -123,7 +123,7 @@ def test_a_file_that_is_no_video_is_named(content, message, engine, decoder, tmp
 def test_limits_of_the_policy_are_told(engine, tmp_path):
     path, rules = make_clip(tmp_path / "a.mp4"), ClipRules.of(engine)
     for limit, message in (
-        ({"max_video_bytes": 100}, "a.mp4: the video of [0-9]+ bytes: too large, at most 100 bytes are accepted"),
+        ({"max_video_bytes": 100}, "a.mp4: the video of [0-9]+ bytes: too large; at most 100 bytes are accepted"),
         ({"max_video_seconds": 2.0}, "a.mp4: lasts 3 s, more than 2 s"),
     ):
         policy = MediaPolicy(**limit)
@@ -143,13 +143,13 @@ def test_too_many_pixels_are_told_before_the_frames_are_decoded(engine, decoder,
 
 @pytest.mark.parametrize("name, value", [("fps", 0), ("fps", "x"), ("min_pixels", 0.5), ("max_pixels", "1")])
 def test_values_that_no_control_has_are_refused(name, value, engine):
-    with pytest.raises(ParameterError, match=f"{name} is"):
+    with pytest.raises(ParameterError, match=f"{name} must be"):
         ClipRules.of(engine).part_keys(ClipOptions(**{name: value}))
 
 
 @pytest.mark.parametrize("name, value", [("min_pixels", 0.5), ("max_pixels", "1"), ("max_pixels", 0)])
 def test_values_that_no_control_has_are_refused_for_images_too(name, value):
-    with pytest.raises(ParameterError, match=f"{name} is"):
+    with pytest.raises(ParameterError, match=f"{name} must be"):
         assert replace(OPTIONS, **{name: value}).pixel_bounds
 
 

@@ -54,7 +54,7 @@ def corners(box: Box) -> tuple[float, float, float, float]:
 def written(llm, request: dict) -> str:
     """What a model that sees BOX writes."""
     box_format = llm.engine.media_rules.boxes
-    (item,) = llm.processor(request).items
+    (item,) = llm.processor(request).mm_items
     g = item.geometry
     across, down = (box_format.scale,) * 2 if box_format.scale else (g.resized_width, g.resized_height)
     x1, x2 = (round(x * across / g.width) for x in BOX[::2])
@@ -105,7 +105,7 @@ def test_boxes_survive_copies(checkpoints, make_llm, monkeypatch):
             {"label": None, "image": 0, "point": [90, 60]},
         ]
     )
-    (item,) = pickle.loads(pickle.dumps(llm.processor(request))).items
+    (item,) = pickle.loads(pickle.dumps(llm.processor(request))).mm_items
     assert (item.geometry.width, item.geometry.height, item.geometry.orientation) == (90, 60, 1)
     stops = SamplingParams(max_tokens=200, stop=['"label": null'])
     assert llm.generate_multimodal([request], stops)[0].boxes == output.boxes[:1]
@@ -118,7 +118,7 @@ def test_sizes_of_a_part_and_of_a_request_do_not_move_boxes(checkpoints, make_ll
     for sizes in ({}, {"resized_height": 112, "resized_width": 56}, {"max_pixels": 28 * 28 * 8}):
         part = {"type": "image", "image": noise_image(301, 97), **sizes}
         request = ask(part, "?")
-        (item,) = llm.processor(request).items
+        (item,) = llm.processor(request).mm_items
         g = item.geometry
         assert (g.width, g.height) == (301, 97)
         corner = [0, 0, g.resized_width, g.resized_height]

@@ -8,7 +8,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from tests.helpers.engine.engines import assert_idle, run_at_once
 from tests.helpers.engine.rank_threads import use_rank_threads
-from tests.helpers.engine.requests import ask, grids_of, noise_image, patches_of, spans_of
+from tests.helpers.engine.requests import ask, grids_of, noise_image, patches_of, ranges_of
 from tests.helpers.models.shapes import every_family
 
 pytestmark = [every_family, pytest.mark.thinned]
@@ -134,7 +134,7 @@ def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
         output = run(llm, ("two apart",))["two apart"]
         assert output.num_cached_tokens == hit
         assert output.token_ids == expected["two apart"], f"hit of {hit} tokens"
-        inside += any(at < hit < at + length for at, length in spans_of(prompt))
+        inside += any(at < hit < at + length for at, length in ranges_of(prompt))
     assert inside >= 8
 
 

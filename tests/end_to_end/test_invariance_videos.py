@@ -7,7 +7,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.errors import RequestError
 from tests.helpers.engine.engines import assert_idle
-from tests.helpers.engine.requests import ask, digests_of, frames, noise_image, spans_of
+from tests.helpers.engine.requests import ask, digests_of, frames, noise_image, ranges_of
 from tests.helpers.models.shapes import every_family
 
 pytestmark = [every_family, pytest.mark.thinned]
@@ -59,7 +59,7 @@ def count_encoded(llm) -> list[int]:
 
 def patches_of(llm, *names: str) -> int:
     """Patches of the temporal patches and images of some requests, each content once."""
-    items = [item for name in names for item in llm.processor(REQUESTS[name]).items]
+    items = [item for name in names for item in llm.processor(REQUESTS[name]).mm_items]
     return sum({item.digest: item.num_patches for item in items}.values())
 
 
@@ -98,7 +98,7 @@ def test_prefix_hits_of_every_length(checkpoint, make_llm, expected):
         [output] = llm.generate_multimodal([REQUESTS["clip"]], GREEDY)
         assert output.num_cached_tokens == hit
         assert output.token_ids == expected["clip"], f"hit of {hit} tokens"
-        inside += any(at < hit < at + length for at, length in spans_of(prompt))
+        inside += any(at < hit < at + length for at, length in ranges_of(prompt))
     assert inside >= 6
 
 
@@ -124,7 +124,7 @@ def test_preemption_at_each_step(caching, checkpoint, make_llm, expected):
 
 def largest_item(llm) -> int:
     """Rows of the largest image or temporal patch."""
-    return max(item.num_tokens for request in REQUESTS.values() for item in llm.processor(request).items)
+    return max(item.num_tokens for request in REQUESTS.values() for item in llm.processor(request).mm_items)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_an_encoder_cache_with_room_for_one_temporal_patch(budget, checkpoint, m
 @pytest.mark.thinned(2)
 def test_a_temporal_patch_that_does_not_fit_is_refused(checkpoint, make_llm):
     probe = make_llm(checkpoint)
-    rows = probe.processor(REQUESTS["clip"]).items[0].num_tokens
+    rows = probe.processor(REQUESTS["clip"]).mm_items[0].num_tokens
     room = (rows - 1) * probe.engine.encoder_cache.bytes_per_embed
     llm = make_llm(checkpoint, encoder_cache_bytes=room)
     message = (
@@ -173,7 +173,7 @@ def test_the_prompt_is_computed_up_to_what_is_encoded(checkpoint, make_llm):
     llm = make_llm(checkpoint, max_vision_patches=1)
     prompt = llm.processor(REQUESTS["clip"])
     llm.engine.add_request(prompt, GREEDY)
-    for item in prompt.items[1:]:
+    for item in prompt.mm_items[1:]:
         llm.engine.step()
         [seq] = llm.engine.scheduler.running
         assert seq.num_computed_tokens == item.offset
@@ -196,7 +196,7 @@ def test_equal_frames_are_encoded_once(checkpoint, make_llm, expected):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     encoded = count_encoded(llm)
     assert run(llm, ("still",))["still"] == expected["still"]
-    assert sum(encoded) == llm.processor(REQUESTS["still"]).items[0].num_patches
+    assert sum(encoded) == llm.processor(REQUESTS["still"]).mm_items[0].num_patches
 
 
 @both_ways
@@ -204,7 +204,7 @@ def test_frames_that_clips_share_are_encoded_once(checkpoint, make_llm, expected
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     encoded = count_encoded(llm)
     assert run(llm, ("mixed",))["mixed"] == expected["mixed"]
-    items = llm.processor(REQUESTS["mixed"]).items
+    items = llm.processor(REQUESTS["mixed"]).mm_items
     shared = {item.digest for item in items[1:4]} & {item.digest for item in items[4:]}
     assert len(shared) == 2 and sum(encoded) == patches_of(llm, "mixed")
 
@@ -217,7 +217,7 @@ def test_another_rate_shares_nothing(checkpoint, make_llm):
     alone = [make_llm(checkpoint).generate_multimodal([one], GREEDY)[0].token_ids for one in (slow, fast)]
     outputs = [llm.generate_multimodal([one], GREEDY)[0] for one in (slow, fast)]
     assert [output.token_ids for output in outputs] == alone
-    assert outputs[1].num_cached_tokens <= spans_of(llm.processor(fast))[0][0]
+    assert outputs[1].num_cached_tokens <= ranges_of(llm.processor(fast))[0][0]
     assert not {*digests_of(llm.processor(slow))} & {*digests_of(llm.processor(fast))}
 
 

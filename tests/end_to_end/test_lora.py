@@ -225,7 +225,7 @@ def test_a_request_that_waits_for_a_slot_is_not_overtaken(checkpoints, adapters,
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lora_request": "folder"}, "lora_request must be a LoRARequest, not str"),
+        ({"lora_request": "folder"}, "lora_request must be a LoRARequest, got str"),
         ({"lora_request": LoRARequest("x", 1, "/nowhere")}, "adapter 'x': /nowhere is not a LoRA adapter: it has no"),
         ({"lora_request": "wide"}, "adapter 'wide': its rank is 17 for .*; max_lora_rank is 16"),
     ],

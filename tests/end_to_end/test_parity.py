@@ -6,7 +6,7 @@ import torch
 
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.positions import mrope_positions
-from tests.helpers.engine.requests import ask, grids_of, patches_of, spans_of
+from tests.helpers.engine.requests import ask, grids_of, patches_of, ranges_of
 from tests.helpers.media.images import normalized
 from tests.helpers.models.parity import EXACT, GREEDY, REQUESTS
 from tests.helpers.models.reference import assert_no_worse, first_logits
@@ -46,7 +46,7 @@ def test_positions_equal_transformers(name, shape, checkpoints, reference, make_
     want, delta = hf.model.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs.get("image_grid_thw")
     )
-    got, got_delta = mrope_positions(len(prompt.token_ids), spans_of(prompt), grids_of(prompt), 2)
+    got, got_delta = mrope_positions(len(prompt.token_ids), ranges_of(prompt), grids_of(prompt), 2)
     if prompt.positions is not None:  # None for text
         assert np.array_equal(prompt.positions, got) and prompt.position_delta == got_delta
     assert torch.equal(torch.from_numpy(got), want[:, 0])

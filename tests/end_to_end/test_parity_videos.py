@@ -57,7 +57,7 @@ def test_a_clip_of_one_frame(shape, checkpoints, reference, make_llm):
 
 def pixels(prompt, modality: str, llm) -> torch.Tensor:
     """Normalised patches of a prompt's images or videos."""
-    patches = torch.cat([item.patches for item in prompt.items if item.modality == modality])
+    patches = torch.cat([item.patches for item in prompt.mm_items if item.modality == modality])
     return normalized(patches, llm.engine.image_config if modality == "image" else llm.engine.video_config)
 
 
@@ -70,7 +70,7 @@ def test_ids_grids_patches_and_positions_equal_transformers(name, shape, checkpo
     assert prompt.token_ids == want["input_ids"][0].tolist()
     for modality, names in NAMES.items():
         if names[0] in want:
-            grids = [item.grid for item in prompt.items if item.modality == modality]
+            grids = [item.grid for item in prompt.mm_items if item.modality == modality]
             assert grids == [(1, h, w) for t, h, w in want[names[1]].tolist() for _ in range(t)]
             assert torch.equal(pixels(prompt, modality, llm), want[names[0]])
     positions, _ = hf.positions(want)
@@ -88,8 +88,8 @@ def test_tensors_of_transformers_give_the_same_prompt(shape, checkpoints, refere
     made = llm.engine.input_processor.engine_input(want["input_ids"][0], **tensors)
     assert made.token_ids == prompt.token_ids and made.position_delta == prompt.position_delta
     assert np.array_equal(made.positions, prompt.positions)
-    assert [(item.modality, item.grid, item.span) for item in made.items] == [
-        (item.modality, item.grid, item.span) for item in prompt.items
+    assert [(item.modality, item.grid, item.placeholder) for item in made.mm_items] == [
+        (item.modality, item.grid, item.placeholder) for item in prompt.mm_items
     ]
 
 

@@ -165,7 +165,7 @@ def test_an_output_has_one_choice(tmp_path, capsys):
     ("text", "message"),
     [
         ("{", "'{' is not JSON"),
-        ("[1]", "must be a dict of names and JSON values, not list"),
+        ("[1]", "must be a dict of names and JSON values, got list"),
         ('{"tools": []}', "may not have 'tools'"),
         ('{"a": NaN}', "has 'a' with nan, which is not a JSON value"),
         ("[" * 5000, "is not JSON"),

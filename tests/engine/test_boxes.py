@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from mmvllm.engine import boxes
 from mmvllm.engine.boxes import MAX_FAILURES, BoxReader, Written, objects_in, spans_in
 from mmvllm.grounding import Box, BoxFormat, ImageGeometry, Point
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem, PlaceholderRange
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.registry import FAMILIES, family_of
 
@@ -24,8 +24,8 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BUNDLED)
 
 
-def item(geometry: ImageGeometry | None, index: int = 0, modality: str = "image") -> MediaItem:
-    return MediaItem(modality, torch.zeros(4, 8), (1, 2, 2), b"", (0, 1), index, geometry=geometry)
+def item(geometry: ImageGeometry | None, index: int = 0, modality: str = "image") -> MultiModalItem:
+    return MultiModalItem(modality, torch.zeros(4, 8), (1, 2, 2), b"", PlaceholderRange(0, 1), index, geometry=geometry)
 
 
 def read(box_format, text, *items, tokenizer=None):

@@ -184,9 +184,9 @@ def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatc
     ("given", "param", "words"),
     [
         ({"beam_width": 0}, "beam_width", "of at least n=1, or None"),
-        ({"beam_width": 2, "n": 3}, "beam_width", "beam_width is 2, must be an integer of at least n=3"),
+        ({"beam_width": 2, "n": 3}, "beam_width", "beam_width must be an integer of at least n=3, or None, got 2"),
         ({"beam_width": True}, "beam_width", "integer"),
-        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, must be an integer in [n=3, 16384]"),
+        ({"best_of": 2, "n": 3}, "best_of", "best_of must be an integer in [n=3, 16384], or None, got 2"),
         ({"beam_width": 2, "best_of": 4}, "best_of", "cannot be used with beam search (beam_width=2); leave it out"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature", "temperature is 0.5, but it cannot be used with beam"),
         ({"beam_width": 2, "top_p": 0.5}, "top_p", "cannot be used with beam search"),

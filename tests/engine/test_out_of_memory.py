@@ -89,7 +89,7 @@ def more_than(limit: int):
 
 
 def has_oversized(batch) -> bool:
-    return any(item.grid == (1, 10, 10) for item in batch.new_items)
+    return any(item.grid == (1, 10, 10) for item in batch.new_mm_items)
 
 
 def once(too_much):

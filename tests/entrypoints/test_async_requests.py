@@ -45,18 +45,18 @@ def test_prompts_as_vllm_takes_them(engine, checkpoint, make_llm):
 
 
 BAD = {
-    "UserDict": (collections.UserDict({"prompt": "x"}), "a request must be a dict .*, not UserDict"),
-    "bytes": (b"abc", "not bytes"),
-    "None": (None, "not NoneType"),
-    "floats": (np.array([5.0]), "token ids are integers"),
-    "floats in a dict": ({"prompt_token_ids": np.array([5.0])}, "token ids are integers"),
-    "two rows": (np.array([[5, 6]]), "token ids are integers, in one row"),
+    "UserDict": (collections.UserDict({"prompt": "x"}), "a request must be a dict .*, got UserDict"),
+    "bytes": (b"abc", "got bytes"),
+    "None": (None, "got NoneType"),
+    "floats": (np.array([5.0]), "token ids must be integers"),
+    "floats in a dict": ({"prompt_token_ids": np.array([5.0])}, "token ids must be integers"),
+    "two rows": (np.array([[5, 6]]), "token ids must be integers in one row"),
     "images beside messages": (
         {**ask({"type": "image"}), "multi_modal_data": {"image": [IMAGE, IMAGE]}},
         r"messages have 1 part \{'type': 'image'\} without a source, and 2 images beside them",
     ),
     "unknown key": ({**ask("x"), "nonsense": 1}, "unknown keys nonsense"),
-    "parameters in a list": ({**ask("x"), "sampling_params": [SHORT]}, "must be SamplingParams or a dict, not list"),
+    "parameters in a list": ({**ask("x"), "sampling_params": [SHORT]}, "must be SamplingParams or a dict, got list"),
 }
 
 

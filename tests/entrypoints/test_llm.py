@@ -8,7 +8,7 @@ import pytest
 from mmvllm import LLM, SamplingParams
 from mmvllm.engine.tokenizer import eos_token_ids_of
 from mmvllm.models.folder import BUNDLED
-from tests.helpers.engine.requests import ask, noise_image, spans_of
+from tests.helpers.engine.requests import ask, noise_image, ranges_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 GOOD = ask(noise_image(80, 60), "Describe this image.")
@@ -37,7 +37,7 @@ def test_an_output_has_ids_text_counts_and_times(llm):
     assert output.request_id == "mine" and output["request_id"] == "mine"
     assert output["text"] == output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=True)
     assert output.finish_reason == "length" and output.error is None
-    assert output.num_image_tokens == spans_of(llm.processor(GOOD))[0][1]
+    assert output.num_image_tokens == ranges_of(llm.processor(GOOD))[0][1]
     assert output.num_prompt_tokens == len(llm.processor(GOOD).token_ids) and output.num_cached_tokens == 0
     assert start <= output.arrival_time <= output.first_token_time <= output.finish_time <= time.time()
     with pytest.raises(KeyError, match="nonsense"):

@@ -117,10 +117,10 @@ def test_token_ids_in_any_container(prompts, number, llm):
 
 
 BAD_PROMPTS = {
-    "read-only mapping": (types.MappingProxyType({"prompt": TEXT}), "not mappingproxy"),
-    "UserDict": (collections.UserDict({"prompt": TEXT}), "not UserDict"),
-    "UserDict in a list": ([collections.UserDict({"prompt": TEXT})], "not UserDict"),
-    "bytes": (b"Count.", "not bytes"),
+    "read-only mapping": (types.MappingProxyType({"prompt": TEXT}), "got mappingproxy"),
+    "UserDict": (collections.UserDict({"prompt": TEXT}), "got UserDict"),
+    "UserDict in a list": ([collections.UserDict({"prompt": TEXT})], "got UserDict"),
+    "bytes": (b"Count.", "got bytes"),
     "only images": ({"multi_modal_data": {"image": IMAGE}}, "needs exactly one of .*; this one has none"),
     "both": ({"prompt": "x", "prompt_token_ids": [5]}, "this one has 'prompt' and 'prompt_token_ids'"),
     "messages": (ask("x"), "unknown keys messages; known: prompt, prompt_token_ids, multi_modal_data"),
@@ -129,15 +129,15 @@ BAD_PROMPTS = {
         {"prompt": "x", "multi_modal_data": {"audio": []}},
         "multi_modal_data has audio; only 'image' and 'video'",
     ),
-    "images without a modality": ({"prompt": "x", "multi_modal_data": [IMAGE]}, "must be a dict .*, not list"),
-    "ids as prompt": ({"prompt": [5]}, "'prompt' must be a string, not list"),
+    "images without a modality": ({"prompt": "x", "multi_modal_data": [IMAGE]}, "must be a dict .*, got list"),
+    "ids as prompt": ({"prompt": [5]}, "'prompt' must be a string, got list"),
     "one image, no placeholder": ({"prompt": "x", "multi_modal_data": {"image": IMAGE}}, "0 image placeholders but 1"),
     "a batch of images": ({"prompt": TEXT, "multi_modal_data": {"image": np.asarray(IMAGE)[None]}}, "image 0: .*shape"),
     "floats": ({"prompt": TEXT, "multi_modal_data": {"image": np.asarray(IMAGE) / 255}}, "image 0: .*float64"),
     "bools": (np.array([True, False]), "dtype bool"),
     "float ids": (np.array([5.0]), "dtype float64"),
     "empty": (np.array([]), "prompt is empty"),
-    "None inside": ([None], "not NoneType"),
+    "None inside": ([None], "got NoneType"),
 }
 
 
@@ -151,7 +151,7 @@ def test_other_prompts_are_refused_by_name(name, llm):
 def test_what_a_tokenizer_returns_is_refused_and_its_ids_are_taken(llm):
     """Iterating it would continue the words "input_ids" and "attention_mask"."""
     made = llm.tokenizer("Count.")
-    with pytest.raises(RequestError, match="not BatchEncoding"):
+    with pytest.raises(RequestError, match="got BatchEncoding"):
         llm.generate(made, SHORT)
     assert generated(llm, made["input_ids"]) == generated(llm, "Count.")
 
@@ -242,7 +242,7 @@ def test_more_sampling_params_than_requests_are_refused(call, llm):
 
 
 def test_a_request_has_no_list_of_parameters(llm):
-    with pytest.raises(RequestError, match="request 0: sampling_params must be SamplingParams or a dict, not list"):
+    with pytest.raises(RequestError, match="request 0: sampling_params must be SamplingParams or a dict, got list"):
         llm.generate_multimodal({**ask("x"), "sampling_params": [SHORT, SHORT]})
 
 
@@ -301,7 +301,7 @@ def test_an_llm_has_arguments_for_the_processors_of_all_requests(checkpoint):
         as_size = {"size": {"longest_edge": few["max_pixels"], "shortest_edge": 4}}
         assert num_tokens(llm, mm_processor_kwargs=as_size) == num_tokens(plain, mm_processor_kwargs=few)
         assert num_tokens(llm, mm_processor_kwargs={"max_pixels": None}) == want
-        with pytest.raises(ValueError, match="mm_processor_kwargs is 5, must be a dict"):
+        with pytest.raises(ValueError, match="mm_processor_kwargs must be a dict, got 5"):
             num_tokens(llm, mm_processor_kwargs=5)
 
 
@@ -404,14 +404,14 @@ def test_chat_refuses_what_is_no_list_of_messages(llm, messages):
 
 @pytest.mark.parametrize("prompts", [None, 5])
 def test_generate_refuses_what_is_no_prompt(llm, prompts):
-    with pytest.raises(RequestError, match=f"not {type(prompts).__name__}"):
+    with pytest.raises(RequestError, match=f"got {type(prompts).__name__}"):
         llm.generate(prompts)
 
 
 def test_parameters_that_cannot_be_compared_fail_only_their_request(llm):
     bad = ask("x") | {"sampling_params": {"ignore_eos": np.array([1, 2])}}
     failed, good = llm.generate_multimodal([bad, ask("x")], SHORT, on_error="return", use_tqdm=False)
-    assert failed.error == "ignore_eos is array([1, 2]), must be True or False" and good.error is None
+    assert failed.error == "ignore_eos must be True or False, got array([1, 2])" and good.error is None
 
 
 def test_chat_names_itself_for_an_unknown_argument(llm):

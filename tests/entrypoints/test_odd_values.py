@@ -57,5 +57,5 @@ def test_media_that_are_no_dict_are_refused(value, shared_llm):
 
 @pytest.mark.parametrize("params", [None, ONE, {"beam_width": 2, "max_tokens": 1}, 7])
 def test_beam_search_needs_its_own_parameters(params, shared_llm):
-    with pytest.raises(TypeError, match="params must be BeamSearchParams, not"):
+    with pytest.raises(TypeError, match="params must be BeamSearchParams, got"):
         shared_llm.beam_search("a", params)

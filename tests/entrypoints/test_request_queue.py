@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mmvllm.entrypoints.request_queue import Prefetcher
-from mmvllm.inputs import EngineInput, MediaItem
+from mmvllm.inputs import EngineInput, MultiModalItem, PlaceholderRange
 from mmvllm.processes.pool import WorkersUnusable
 
 
 def prompt_of(num_bytes: int) -> EngineInput:
     patches = torch.zeros(num_bytes, dtype=torch.uint8)
-    return EngineInput([1], (MediaItem("image", patches, (1, 1, 1), b"", (0, 1)),))
+    return EngineInput([1], (MultiModalItem("image", patches, (1, 1, 1), b"", PlaceholderRange(0, 1)),))
 
 
 def drain(prefetcher: Prefetcher) -> list:

@@ -113,7 +113,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path, capsys):
 def test_a_negative_sample_is_refused(capsys):
     with pytest.raises(SystemExit):
         captioning.main(["--sample", "-1"])
-    assert "--sample is -1, must be at least 0" in capsys.readouterr().err
+    assert "--sample must be at least 0, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.slow

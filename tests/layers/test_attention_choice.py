@@ -193,7 +193,7 @@ def test_torch_is_chosen_without_triton(gpu, monkeypatch):
 def test_an_unusable_choice_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="attention_backend is 'flash', which needs a CUDA device"):
         choose_attention("flash", 128, CPU, torch.float32, None)
-    wanted = "attention_backend is 'fast', must be 'auto', 'flash', 'flash4', 'triton' or 'torch'"
+    wanted = "attention_backend must be 'auto', 'flash', 'flash4', 'triton' or 'torch', got 'fast'"
     with pytest.raises(ValueError, match=wanted):
         choose_attention("fast", 128, CPU, torch.float32, None)
     monkeypatch.setattr(dispatch.triton.knobs.runtime, "interpret", False)

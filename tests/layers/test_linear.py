@@ -132,7 +132,7 @@ def test_unsupported_quantization_is_refused(checkpoint):
         LLM(checkpoint, device="cpu", dtype="float16", quantization="int8")
     with pytest.raises(ValueError, match="quantization='int4' needs dtype bfloat16 on a CPU; this is float32"):
         LLM(checkpoint, device="cpu", quantization="int4")
-    with pytest.raises(ValueError, match="quantization is 'int2', must be None, 'int8', 'int4' or 'fp8'"):
+    with pytest.raises(ValueError, match="quantization must be None, 'int8', 'int4' or 'fp8', got 'int2'"):
         LLM(checkpoint, quantization="int2")
 
 

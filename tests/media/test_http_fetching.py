@@ -195,7 +195,7 @@ def test_a_body_ends_with_the_connection_or_the_announced_length(body, network):
         (answer(b"", "302 Found"), "status 302"),
         (answer(zlib.compress(PNG), Content_Encoding="gzip"), r"compressed \(gzip\)"),
         (answer(PNG, Content_Encoding="br"), r"compressed \(br\)"),
-        (answer(b"", length=1001), "too large, at most 1000 bytes"),
+        (answer(b"", length=1001), "too large; at most 1000 bytes"),
         (answer(b"abc", length=10), "does not answer in HTTP"),
         (answer(b"abc", length=-1), "does not answer in HTTP"),
         (answer(b"abc", Transfer_Encoding="gzip"), "does not answer in HTTP"),
@@ -216,7 +216,7 @@ def test_a_video_has_a_limit_of_its_own(network):
     assert fetch_from(site, local(max_bytes=10, max_video_bytes=500), kind="video") == bytes(500)
     assert "Accept: video/*" in site.heads[0]
     for raw in (answer(bytes(500)), b"HTTP/1.1 200 OK\r\n\r\n" + bytes(500)):
-        with pytest.raises(MediaError, match="too large, at most 499 bytes are accepted") as caught:
+        with pytest.raises(MediaError, match="too large; at most 499 bytes are accepted") as caught:
             fetch_from(StubServer({"/a.png": raw}), local(max_video_bytes=499), kind="video")
         assert caught.value.field == "max_video_bytes"
 

@@ -125,8 +125,11 @@ def test_the_head_is_tied_as_in_transformers(shape, checkpoints, folder_of):
     ],
 )
 def test_what_is_no_list_of_layers_is_named(shape, part, name, checkpoints, folder_of):
-    for value, match in ((3, "is 3, must be a list of integers"), ([[1]], r"has an item that is \[1\], must be an")):
+    for value, match in (
+        (3, f"{name} must be a list of integers, got 3"),
+        ([[1]], rf"each item of {name} .*, got \[1\]"),
+    ):
         config = saved(checkpoints(shape))
         config[part][name] = value
-        with pytest.raises(ValueError, match=rf"config\.json: {name} {match}"):
+        with pytest.raises(ValueError, match=rf"config\.json: .*{match}"):
             load_config(folder_of(config))

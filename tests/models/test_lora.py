@@ -196,7 +196,7 @@ def test_no_value_is_read_before_it_is_known_that_an_adapter_fits(shapes, messag
 def test_an_adapter_of_very_many_tensors_is_refused_at_once(adapter, checkpoint):
     declare(adapter, {FIRST.replace("layers.0", f"layers.{i}"): [1, 1] for i in range(300_000)})
     begin = time.process_time()
-    with pytest.raises(ValueError, match=r"has 300,000 tensors; at most 20,000 are read"):
+    with pytest.raises(ValueError, match=r"must have at most 20,000 tensors, got 300,000"):
         load(checkpoint, lora=adapter)
     assert time.process_time() - begin < 10
 

@@ -22,7 +22,7 @@ def test_other_architectures_are_refused(tmp_path):
 @pytest.mark.parametrize("architectures", ["LlamaForCausalLM", {"a": 1}, [["x"]], 5], ids=str)
 def test_what_is_no_list_of_architectures_is_refused(architectures, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
-    with pytest.raises(ValueError, match=r"config\.json: architectures is .*, must be a list of names"):
+    with pytest.raises(ValueError, match=r"config\.json: architectures must be a list of names, got .*"):
         load_config(tmp_path)
 
 

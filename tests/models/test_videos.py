@@ -45,7 +45,7 @@ def test_token_ids_that_are_expanded_already(checkpoint, make_llm):
     data = {"image": noise_image(64, 64), "video": [CLIP]}
     again = llm.processor({"prompt_token_ids": prompt.token_ids, "multi_modal_data": data})
     assert again.token_ids == prompt.token_ids
-    assert [item.span for item in again.items] == [item.span for item in prompt.items]
+    assert [item.placeholder for item in again.mm_items] == [item.placeholder for item in prompt.mm_items]
     assert (again.positions == prompt.positions).all()
 
 

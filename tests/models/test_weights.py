@@ -253,13 +253,13 @@ def test_a_tensor_with_values_that_the_dtype_does_not_have_is_named(copy_of):
         ),
         ({"text_config": {"vocab_size": 2**62}}, r"config\.json has sizes that no model has: RuntimeError: .*overflow"),
         ({"text_config": {"vocab_size": 10**30}}, r"config\.json"),
-        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000, must be at most 1024"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers must be at most 1024, got 1000000000"),
         (
             {"vision_config": {"mlp_ratio": 10**9}},
             r"config\.json says that .*mlp\.fc2 has .* values, more than the files of weights can have",
         ),
         ({"vision_config": {"mlp_ratio": 10**5}}, r"config\.json says that .*mlp\.fc2 has .* values, more than"),
-        ({"vision_config": {"depth": 10**9}}, "vision_config's depth is 1000000000, must be at most 1024"),
+        ({"vision_config": {"depth": 10**9}}, "vision_config's depth must be at most 1024, got 1000000000"),
     ],
 )
 def test_sizes_that_the_tensors_contradict_take_no_memory(changes, message, copy_of):

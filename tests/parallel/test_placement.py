@@ -66,7 +66,7 @@ def test_more_engines_than_there_are_devices_for_are_refused(number, options, me
     cards(2)
     with pytest.raises(ArgumentError) as refused:
         place_engines(number, EngineConfig(**options))
-    assert message in refused.value.spelled(option_name)
+    assert message in refused.value.format(option_name)
 
 
 @pytest.mark.parametrize(("number", "want"), [(1, 16), (3, 5), (40, 1), ("auto", 16)])

@@ -24,7 +24,7 @@ def test_an_engine_has_a_gpu_for_each_rank(engine_args, number):
 def test_ray_chooses_the_gpus():
     with pytest.raises(ArgumentError) as raised:
         ray_session.gpus_per_engine({"device": "cuda:1"})
-    assert raised.value.spelled(option_name) == "--device is 'cuda:1', but Ray chooses each engine's GPUs; give 'cuda'"
+    assert raised.value.format(option_name) == "--device is 'cuda:1', but Ray chooses each engine's GPUs; give 'cuda'"
 
 
 def test_what_ray_has_too_little_of(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm import SamplingParams
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem, PlaceholderRange
 from mmvllm.parallel.router import (
     BLOCK_TOKENS,
     COPY_AFTER,
@@ -115,9 +115,12 @@ def prompt_of(parts) -> tuple[list[int], list[tuple[int, bytes]]]:
 
 
 def cached_blocks(manager: BlockManager, token_ids: list[int], items: list[tuple[int, bytes]], salt: str | None) -> int:
-    media = tuple(MediaItem("image", torch.empty(0), (1, 2, 2), digest, (offset, 90)) for offset, digest in items)
+    mm_items = tuple(
+        MultiModalItem("image", torch.empty(0), (1, 2, 2), digest, PlaceholderRange(offset, 90))
+        for offset, digest in items
+    )
     params = SamplingParams(max_tokens=1)
-    seq = Sequence([*token_ids, 1], params, request_id="r", block_size=BLOCK_TOKENS, items=media, cache_salt=salt)
+    seq = Sequence([*token_ids, 1], params, request_id="r", block_size=BLOCK_TOKENS, mm_items=mm_items, cache_salt=salt)
     hit = seq.num_computed_tokens = manager.attach_prefix(seq)
     manager.allocate(seq, seq.num_tokens - hit)
     seq.num_computed_tokens = seq.num_tokens
@@ -226,9 +229,9 @@ def test_an_engine_within_the_bound_is_preferred_to_one_with_the_prefix():
 
 @pytest.mark.parametrize("argument", [{"max_imbalance": 0.9}, {"max_imbalance": float("nan")}, {"capacity": 0}])
 def test_numbers_that_are_too_small_are_refused(argument):
-    with pytest.raises(ValueError, match=rf"^{next(iter(argument))} is .*, must be .*at least 1"):
+    with pytest.raises(ValueError, match=rf"^{next(iter(argument))} must be .*at least 1, got .*"):
         Router(2, **argument)
-    with pytest.raises(ValueError, match="num_engines is 0"):
+    with pytest.raises(ValueError, match=r"num_engines must be .*, got 0"):
         Router(0)
 
 

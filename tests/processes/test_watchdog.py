@@ -86,6 +86,6 @@ def test_a_process_beats_until_its_work_is_over(monkeypatch):
 
 @pytest.mark.parametrize("value", [0, -1, 1.9, True, float("nan"), "60"])
 def test_the_step_timeout_is_a_number_of_seconds(value):
-    with pytest.raises(ValueError, match=r"step_timeout is .*, must be a number of seconds, at least 2"):
+    with pytest.raises(ValueError, match=r"step_timeout must be a number of seconds, at least 2, got .*"):
         EngineConfig(step_timeout=value)
     assert EngineConfig().step_timeout == 60

@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from PIL import Image
 
-from mmvllm.captioning.jobs.preparation import seen_of_image
+from mmvllm.captioning.jobs.preparation import image_info
 from mmvllm.inputs import MediaRules
 from mmvllm.processors.digest import NUM_BYTES, digest_of
 from mmvllm.processors.tensors import media_from_tensors
@@ -70,7 +70,7 @@ def same_in_xxh3(prefix: bytes) -> tuple[Image.Image, Image.Image]:
 
 def test_records_tell_forged_images_apart():
     image, other = same_in_xxh3(b"(56, 56)")
-    assert seen_of_image(image)["digest"] != seen_of_image(other)["digest"]
+    assert image_info(image)["digest"] != image_info(other)["digest"]
 
 
 def test_caches_tell_forged_patches_apart():

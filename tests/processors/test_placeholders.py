@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmvllm.errors import RequestError
-from mmvllm.inputs import Media, MediaRules, Span
+from mmvllm.inputs import MediaRules, MultiModalInput, PlaceholderRange
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
@@ -25,12 +25,14 @@ TOKENS = replace(RULES, image_token_id=9, start_token_id=8, end_token_id=7)
 S, P, E = 8, 9, 7  # start, placeholder, end
 
 
-def expand_placeholders(token_ids: list[int], lengths: list[int], rules: MediaRules) -> tuple[list[int], list[Span]]:
+def expand_placeholders(
+    token_ids: list[int], lengths: list[int], rules: MediaRules
+) -> tuple[list[int], list[PlaceholderRange]]:
     """Expansion for images of these lengths."""
-    images = [expanding.Expansion([rules.image_token_id] * length, [(0, length)]) for length in lengths]
+    images = [expanding.Expansion([rules.image_token_id] * length, [PlaceholderRange(0, length)]) for length in lengths]
     expanded, placed = expanding.expand_placeholders(token_ids, images, rules)
     assert {modality for modality, _ in placed} <= {"image"}
-    return expanded, [span for _, spans in placed for span in spans]
+    return expanded, [placeholder for _, placeholders in placed for placeholder in placeholders]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ LETTERS = {1: "a", 2: "b", S: "s", P: "p", E: "e"}
 IDS = {letter: token_id for token_id, letter in LETTERS.items()}
 
 
-def spans_of(lengths: Iterable[int], befores: Iterable[str]) -> list[tuple[int, int]]:
+def ranges_of(lengths: Iterable[int], befores: Iterable[str]) -> list[tuple[int, int]]:
     """Offset and length of each run of placeholders, given the text before each of them."""
     offsets = accumulate(befores, lambda offset, before: offset + len(before), initial=0)
     ends = accumulate(lengths, initial=0)
@@ -112,7 +114,7 @@ def check_against_a_regular_expression(token_ids: list[int], lengths: list[int])
         placeholders = ["p" * length for length in lengths]
         want = "".join(f"{piece}s{p}e" for piece, p in zip(pieces, placeholders, strict=False)) + pieces[-1]
         befores = [f"e{piece}s" if i else f"{piece}s" for i, piece in enumerate(pieces[:-1])]
-        got = ([IDS[letter] for letter in want], spans_of(lengths, befores))
+        got = ([IDS[letter] for letter in want], ranges_of(lengths, befores))
         assert expand_placeholders(token_ids, lengths, TOKENS) == got
         assert expand_placeholders(got[0], lengths, TOKENS) == got, "an expanded prompt is expanded again as it is"
         return
@@ -158,11 +160,11 @@ NESTED_TOKENS = replace(VIDEO_TOKENS, timestamp="<{:.1f} seconds>")  # Qwen3-VL
 BOTH_RULES = pytest.mark.parametrize("rules", [VIDEO_TOKENS, NESTED_TOKENS], ids=["one run", "with times"])
 
 
-def media(modality: str, t: int, length: int) -> Media:
+def media(modality: str, t: int, length: int) -> MultiModalInput:
     """An image or a video of `t` temporal patches, each of `length` tokens."""
     patches, times = torch.zeros(4 * t * length, 1), tuple(i + 0.25 for i in range(t))
     digests = tuple(bytes([i]) for i in range(t))
-    return Media(modality, patches, (t, 2, 2 * length), digests, times if modality == "video" else ())
+    return MultiModalInput(modality, patches, (t, 2, 2 * length), digests, times if modality == "video" else ())
 
 
 def encode(text: str) -> list[int]:
@@ -171,7 +173,7 @@ def encode(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "rules, want, spans",
+    "rules, want, ranges",
     [
         (VIDEO_TOKENS, [1, S, *[V] * 6, E, 2, S, P, E], [(2, 3), (5, 3), (11, 1)]),
         (
@@ -182,11 +184,11 @@ def encode(text: str) -> list[int]:
     ],
     ids=["one run", "with times"],
 )
-def test_each_temporal_patch_has_a_span(rules, want, spans):
+def test_each_temporal_patch_has_its_placeholders(rules, want, ranges):
     prompt = place_media([1, S, V, E, 2, S, P, E], [media("image", 1, 1), media("video", 2, 3)], rules, encode)
     assert prompt.token_ids == want
-    assert spans == [item.span for item in prompt.items]
-    assert [item.modality for item in prompt.items] == ["video", "video", "image"]
+    assert ranges == [item.placeholder for item in prompt.mm_items]
+    assert [item.modality for item in prompt.mm_items] == ["video", "video", "image"]
 
 
 pieces = st.lists(
@@ -205,10 +207,10 @@ def test_an_expanded_prompt_is_expanded_again_as_it_is(rules, pieces):
     once = place_media(prompt, given, rules, encode)
     again = place_media(once.token_ids, given, rules, encode)
     assert again.token_ids == once.token_ids
-    assert [item.span for item in again.items] == [item.span for item in once.items]
-    at = [i for item in once.items for i in range(item.offset, item.end)]
+    assert [item.placeholder for item in again.mm_items] == [item.placeholder for item in once.mm_items]
+    at = [i for item in once.mm_items for i in range(item.offset, item.end)]
     assert at == [i for i, one in enumerate(once.token_ids) if one in (P, V)]
-    by_modality = {name: [item.index for item in once.items if item.modality == name] for name in ("image", "video")}
+    by_modality = {name: [item.index for item in once.mm_items if item.modality == name] for name in ("image", "video")}
     assert all(indices == sorted(indices) for indices in by_modality.values())
     numbers = {name: sum(one.modality == name for one in given) for name in by_modality}
     assert {name: {*indices} for name, indices in by_modality.items()} == {
@@ -235,6 +237,6 @@ def test_video_placeholders_that_do_not_fit_are_refused(token_ids, num_videos, m
 
 def test_pairs_within_a_pair_are_a_video_only_with_times():
     nested = [S, *encode("<0.2 seconds>"), S, V, E, E]
-    assert len(place_media(nested, [media("video", 2, 1)], NESTED_TOKENS, encode).items) == 2
+    assert len(place_media(nested, [media("video", 2, 1)], NESTED_TOKENS, encode).mm_items) == 2
     with pytest.raises(RequestError, match=r"1 video placeholder, 1 <.vision_start.> without <.vision_end.>"):
         place_media(nested, [media("video", 2, 1)], VIDEO_TOKENS, encode)

@@ -21,7 +21,7 @@ SHORT = SamplingParams(max_tokens=5, ignore_eos=True)
 
 
 def items(pixel_values=PIXELS, image_grid_thw=GRIDS, ids=IDS, **keys):
-    return input_from_tensors(RULES, ids, pixel_values, image_grid_thw, **keys).items
+    return input_from_tensors(RULES, ids, pixel_values, image_grid_thw, **keys).mm_items
 
 
 def reversed_view(array: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_every_form_of_pixel_values_gives_the_same_patches_and_digest(form):
     want, got = items(), items(FORMS[form])
     assert [item.digest for item in got] == [item.digest for item in want]
     assert all(torch.equal(a.patches, b.patches) and a.patches.is_contiguous() for a, b in zip(got, want, strict=True))
-    assert [item.span for item in got] == [(1, 1), (3, 2)]
+    assert [item.placeholder for item in got] == [(1, 1), (3, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8])
@@ -78,22 +78,22 @@ def test_digests_differ_by_values_dtype_and_grid():
 
 
 BAD_GRIDS = {
-    "1-D": ([1, 2, 2], r"has shape \(3,\), must be \(number of images, 3\)"),
-    "1-D array": (np.array([1, 2, 2]), r"has shape \(3,\)"),
-    "(N, 2)": (np.ones((2, 2)), r"has shape \(2, 2\)"),
-    "3-D": (torch.ones(1, 1, 3), r"has shape \(1, 1, 3\)"),
+    "1-D": ([1, 2, 2], r"must have shape \(number of images, 3\), got \(3,\)"),
+    "1-D array": (np.array([1, 2, 2]), r"must have shape .*, got \(3,\)"),
+    "(N, 2)": (np.ones((2, 2)), r"must have shape .*, got \(2, 2\)"),
+    "3-D": (torch.ones(1, 1, 3), r"must have shape .*, got \(1, 1, 3\)"),
     "ragged": ([(1, 2, 2), (1, 2)], "rows of different lengths"),
-    "fractions": ([(1, 2.5, 2)], "sizes must be integers"),
-    "nan": ([(1, float("nan"), 2)], "sizes must be integers"),
-    "infinite": ([(1, float("inf"), 2)], "sizes must be integers"),
-    "negative": ([(1, -2, 2)], r"has \(1, -2, 2\); sizes must be positive"),
-    "zero": (torch.zeros(1, 3), "sizes must be positive"),
+    "fractions": ([(1, 2.5, 2)], "must have integers, got"),
+    "nan": ([(1, float("nan"), 2)], "must have integers, got"),
+    "infinite": ([(1, float("inf"), 2)], "must have integers, got"),
+    "negative": ([(1, -2, 2)], r"must have positive sizes, .*, got \(1, -2, 2\)"),
+    "zero": (torch.zeros(1, 3), "must have positive sizes"),
     "odd": ([(1, 3, 2)], "multiples of 2"),
-    "bool": (np.ones((1, 3), dtype=bool), "sizes must be integers"),
-    "strings": ([("a", "b", "c")], "sizes must be integers"),
-    "a number": (5, "image_grid_thw is 5, must be an array or a list"),
+    "bool": (np.ones((1, 3), dtype=bool), "must have integers, got"),
+    "strings": ([("a", "b", "c")], "must have integers, got"),
+    "a number": (5, "image_grid_thw must be an array or a list, got 5"),
     "0-D": (torch.tensor(5), "must be an array or a list"),
-    "None inside": ([None], "must be"),
+    "None inside": ([None], "must have shape"),
 }
 
 
@@ -122,7 +122,7 @@ BAD_PIXELS = {
     "one image of two": ([torch.zeros(4, PATCH_DIM), torch.zeros(8, PATCH_DIM).int()], "have dtype torch.int32"),
     "objects": (np.zeros((12, PATCH_DIM), dtype=object), "cannot be read"),
     "strings": (["abc"], "cannot be read"),
-    "a number": (1.5, "pixel_values is 1.5, must be an array or a list"),
+    "a number": (1.5, "pixel_values must be an array or a list, got 1.5"),
     "0-D": (torch.tensor(1.0), "must be an array or a list"),
     "None": (None, r"have shapes \[\]"),
     "no rows": (np.empty((0, PATCH_DIM)), r"have shapes \[\(0, 6\)\], .* needs \[\(4, 6\), \(8, 6\)\]"),
@@ -154,8 +154,8 @@ def test_malformed_placeholders_are_refused(given):
 
 def test_placeholders_and_digests_are_taken_from_arrays():
     made = items(vision_placeholders=np.array([[1, 1], [3, 2]]), image_digests=np.array([b"a", b"b"]))
-    assert [item.span for item in made] == [(1, 1), (3, 2)] and [item.digest for item in made] == [b"a", b"b"]
-    assert all(type(number) is int for item in made for number in item.span)
+    assert [item.placeholder for item in made] == [(1, 1), (3, 2)] and [item.digest for item in made] == [b"a", b"b"]
+    assert all(type(number) is int for item in made for number in item.placeholder)
 
 
 IDS_OF_ALL_KINDS = [
@@ -215,8 +215,8 @@ def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, 
     question = ask(noise_image(120, 90), "Describe this image.")
     want = llm.generate_multimodal(question, SHORT)[0].token_ids
     prompt: EngineInput = make_llm(checkpoint).processor(question)
-    pixels, grids = torch.cat(patches_of(prompt)), torch.tensor([item.grid for item in prompt.items])
-    ids, spans = torch.tensor(prompt.token_ids), [list(item.span) for item in prompt.items]
+    pixels, grids = torch.cat(patches_of(prompt)), torch.tensor([item.grid for item in prompt.mm_items])
+    ids, spans = torch.tensor(prompt.token_ids), [list(item.placeholder) for item in prompt.mm_items]
     if as_numpy:
         pixels, grids, ids = pixels.numpy(), grids.numpy(), ids.numpy()
     other = make_llm(checkpoint, max_num_batched_tokens=7, kvcache_block_size=4)
@@ -267,6 +267,6 @@ def test_a_video_that_goes_on_behind_an_image_is_refused():
     def given(*grids):
         return input_from_tensors(rules, ids, image, [(1, 2, 2)], pixel_values_videos=patches, video_grid_thw=grids)
 
-    assert [item.span for item in given((2, 2, 2), (1, 2, 2)).items] == [(0, 1), (1, 1), (3, 1), (5, 1)]
+    assert [item.placeholder for item in given((2, 2, 2), (1, 2, 2)).mm_items] == [(0, 1), (1, 1), (3, 1), (5, 1)]
     with pytest.raises(RequestError, match=r"stand inside a video of grid \(2, 2, 2\); give grids in the order"):
         given((1, 2, 2), (2, 2, 2))

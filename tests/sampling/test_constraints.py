@@ -179,7 +179,7 @@ def fails(token_ids, logits):
         ({"logits_processors": [fails]}, "logits_processors: fails raised KeyError('colour')"),
         (
             {"logits_processors": [lambda ids, logits: logits[1:]]},
-            r"<lambda> returned \[767\], must be a tensor \[768\]",
+            r"<lambda> must return a tensor \[768\], .*, got \[767\]",
         ),
         (
             {"logits_processors": [lambda ids, logits: logits.to("meta")]},

@@ -194,5 +194,7 @@ def test_a_prompt_may_fill_the_context_if_nothing_is_generated(checkpoints, make
 def test_logprobs_of_a_part_must_begin_in_the_prompt(checkpoints, make_llm):
     llm = make_llm(checkpoints(RICHEST[0]))
     for first in (0, 4):
-        with pytest.raises(ValueError, match=rf"prompt_logprobs_from is {first}, must be in \[1, 3\]"):
+        with pytest.raises(
+            ValueError, match=rf"prompt_logprobs_from must be in \[1, 3\], tokens of the prompt, got {first}"
+        ):
             llm.engine.add(llm.engine.input_processor.engine_input([5, 6, 7]), ONLY_READING, prompt_logprobs_from=first)

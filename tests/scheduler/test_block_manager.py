@@ -5,21 +5,21 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem, PlaceholderRange
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.sequence import Sequence
-from tests.helpers.engine.requests import ask, noise_image, spans_of
+from tests.helpers.engine.requests import ask, noise_image, ranges_of
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def sequence(token_ids, digests=(), placeholders=(), salt=None, block_size=4) -> Sequence:
     items = tuple(
-        MediaItem("image", torch.empty(0), (1, 2, 2), digest, span)
-        for digest, span in zip(digests, placeholders, strict=True)
+        MultiModalItem("image", torch.empty(0), (1, 2, 2), digest, PlaceholderRange(*at))
+        for digest, at in zip(digests, placeholders, strict=True)
     )
     return Sequence(
-        list(token_ids), SamplingParams(), request_id="r", block_size=block_size, items=items, cache_salt=salt
+        list(token_ids), SamplingParams(), request_id="r", block_size=block_size, mm_items=items, cache_salt=salt
     )
 
 
@@ -163,7 +163,7 @@ def test_requests_share_blocks_only_if_their_images_are_equal(checkpoint, make_l
     image = noise_image(120, 90, 1)
     image.save(tmp_path / "same.png")
     asked = "Describe this image."
-    before = spans_of(llm.processor(ask(image, asked)))[0][0] // 4 * 4  # text before the image
+    before = ranges_of(llm.processor(ask(image, asked)))[0][0] // 4 * 4  # text before the image
     cold, tokens = blocks_of(llm, ask(image, asked))
     whole = (len(llm.processor(ask(image, asked)).token_ids) - 1) // 4 * 4
     assert cold == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem, PlaceholderRange
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
 from mmvllm.scheduler.output import SchedulerOutput
@@ -24,17 +24,17 @@ def scheduler(num_blocks=64, rows=100, block_size=4, **limits) -> Scheduler:
     return Scheduler(BlockManager(num_blocks, block_size), EncoderCache(rows, 1), at_length, **limits)
 
 
-def image(name: str, offset: int, num_tokens: int) -> MediaItem:
+def image(name: str, offset: int, num_tokens: int) -> MultiModalItem:
     patches = torch.zeros(4 * num_tokens, 1, dtype=torch.uint8)
-    return MediaItem("image", patches, (1, 2, 2 * num_tokens), name.encode(), (offset, num_tokens))
+    return MultiModalItem("image", patches, (1, 2, 2 * num_tokens), name.encode(), PlaceholderRange(offset, num_tokens))
 
 
-def group(name="r", num_tokens=6, max_tokens=3, n=1, items=(), first_token=0, **keys) -> SequenceGroup:
+def group(name="r", num_tokens=6, max_tokens=3, n=1, mm_items=(), first_token=0, **keys) -> SequenceGroup:
     token_ids = list(range(first_token, first_token + num_tokens))
-    for item in items:
+    for item in mm_items:
         token_ids[item.offset : item.end] = [PAD] * item.num_tokens
     params = SamplingParams(max_tokens=max_tokens, n=n)
-    make = {"request_id": name, "block_size": 4, "items": tuple(items)} | keys
+    make = {"request_id": name, "block_size": 4, "mm_items": tuple(mm_items)} | keys
     return SequenceGroup([Sequence(token_ids, params, **make) for _ in range(n)])
 
 
@@ -181,12 +181,14 @@ def test_no_token_ends_the_request_with_an_error():
 
 def test_items_are_encoded_once_and_held_until_their_last_chunk():
     sched = scheduler(max_num_batched_tokens=4)
-    sched.add(group("a", 10, 2, items=[image("A", 2, 6)]))
+    sched.add(group("a", 10, 2, mm_items=[image("A", 2, 6)]))
     step = sched.schedule()
-    assert chunks_of(step) == [("a", 0, 4, False)] and list(step.items_to_encode) == [b"A"] and step.num_patches == 24
+    assert (
+        chunks_of(step) == [("a", 0, 4, False)] and list(step.mm_items_to_encode) == [b"A"] and step.num_patches == 24
+    )
     commit(sched, step)
     step = sched.schedule()
-    assert step.items_to_encode == {} and sched.encoder_cache.is_encoded(b"A")
+    assert step.mm_items_to_encode == {} and sched.encoder_cache.is_encoded(b"A")
     commit(sched, step)
     sched.encoder_cache.check(set())
     assert run(sched) == ["a"]
@@ -194,22 +196,22 @@ def test_items_are_encoded_once_and_held_until_their_last_chunk():
 
 def test_a_step_encodes_a_limited_number_of_patches():
     sched = scheduler(max_vision_patches=30)
-    sched.add(group("a", 12, 2, items=[image("A", 1, 4), image("B", 6, 4)]))
+    sched.add(group("a", 12, 2, mm_items=[image("A", 1, 4), image("B", 6, 4)]))
     step = sched.schedule()
-    assert chunks_of(step) == [("a", 0, 6, False)] and list(step.items_to_encode) == [b"A"]
+    assert chunks_of(step) == [("a", 0, 6, False)] and list(step.mm_items_to_encode) == [b"A"]
     commit(sched, step)
-    assert list(sched.schedule().items_to_encode) == [b"B"]
+    assert list(sched.schedule().mm_items_to_encode) == [b"B"]
 
 
 def test_an_item_without_room_in_the_encoder_cache_waits():
     sched = scheduler(rows=5)
-    sched.add(group("a", 8, 2, items=[image("A", 1, 5)]))
-    sched.add(group("b", 8, 2, items=[image("B", 1, 5)], first_token=50))
+    sched.add(group("a", 8, 2, mm_items=[image("A", 1, 5)]))
+    sched.add(group("b", 8, 2, mm_items=[image("B", 1, 5)], first_token=50))
     step = sched.schedule()
     assert [chunk.seq.request_id for chunk in step.chunks] == ["a", "b"] and step.chunks[1].end == 1
     commit(sched, step)
     step = sched.schedule()
-    assert step.freed_digests == (b"A",) and list(step.items_to_encode) == [b"B"]
+    assert step.freed_digests == (b"A",) and list(step.mm_items_to_encode) == [b"B"]
     assert [each.request_id for each in commit(sched, step)] == ["a"]
     assert run(sched) == ["b"]
 
@@ -217,11 +219,11 @@ def test_an_item_without_room_in_the_encoder_cache_waits():
 @pytest.mark.parametrize("launches_ahead", [False, True])
 def test_later_requests_do_not_keep_a_large_item_from_the_encoder_cache(launches_ahead):
     sched = scheduler(rows=10)
-    sched.add(group("first", 5, 1, items=[image("A", 1, 4)]))
-    sched.add(group("large", 16, 1, items=[image("L", 4, 10)]))  # runs up to its image
+    sched.add(group("first", 5, 1, mm_items=[image("A", 1, 4)]))
+    sched.add(group("large", 16, 1, mm_items=[image("L", 4, 10)]))  # runs up to its image
     step, finished = sched.schedule(), []
     for i in range(8):
-        sched.add(group(f"later{i}", 6, 1, items=[image(f"S{i}", 1, 4)]))
+        sched.add(group(f"later{i}", 6, 1, mm_items=[image(f"S{i}", 1, 4)]))
         ahead = sched.schedule() if launches_ahead else None
         finished += [each.request_id for each in commit(sched, step)]
         step = ahead or sched.schedule()
@@ -236,13 +238,16 @@ def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
     for text in (30, 40):  # the second prompt finds the first block in the prefix cache
         token_ids = [10, PAD, PAD, 20, text, text, PAD, PAD, text, text]
         params = SamplingParams(max_tokens=2)
-        sched.add(SequenceGroup([Sequence(token_ids, params, request_id=str(text), block_size=4, items=tuple(clip))]))
+        sched.add(
+            SequenceGroup([Sequence(token_ids, params, request_id=str(text), block_size=4, mm_items=tuple(clip))])
+        )
         while not sched.is_finished():
             step = sched.schedule()
-            encoded += step.items_to_encode
+            encoded += step.mm_items_to_encode
             for chunk in step.chunks:
                 rows += [
-                    (i, *clip[i].embeds_in(chunk.start, chunk.end)) for i in chunk.seq.items_in(chunk.start, chunk.end)
+                    (i, *clip[i].embeds_in(chunk.start, chunk.end))
+                    for i in chunk.seq.mm_items_in(chunk.start, chunk.end)
                 ]
             commit(sched, step)  # checks that items are held by exactly the sequences inside them
     assert [(i, row) for i, first, last in rows for row in range(first, last)] == [
@@ -256,9 +261,9 @@ def test_temporal_patches_of_a_video_are_encoded_and_held_one_by_one(budget):
 def test_duplicate_items_of_one_step_are_encoded_once():
     sched = scheduler()
     for name in ("a", "b"):
-        sched.add(group(name, 8, 2, items=[image("A", 1, 5)], cache_salt=name))
+        sched.add(group(name, 8, 2, mm_items=[image("A", 1, 5)], cache_salt=name))
     step = sched.schedule()
-    assert len(step.chunks) == 2 and list(step.items_to_encode) == [b"A"] and step.num_patches == 20
+    assert len(step.chunks) == 2 and list(step.mm_items_to_encode) == [b"A"] and step.num_patches == 20
 
 
 def test_a_step_behind_one_in_flight_computes_the_tokens_that_it_samples():
@@ -280,7 +285,7 @@ def test_a_step_behind_one_in_flight_computes_the_tokens_that_it_samples():
 
 def test_a_prompt_goes_on_behind_its_chunk_in_flight():
     sched = scheduler(max_num_batched_tokens=4)
-    sched.add(group(num_tokens=10, items=[image("A", 2, 6)]))
+    sched.add(group(num_tokens=10, mm_items=[image("A", 2, 6)]))
     steps = [sched.schedule() for _ in range(4)]
     assert [chunks_of(step) for step in steps] == [
         [("r", 0, 4, False)],
@@ -288,7 +293,7 @@ def test_a_prompt_goes_on_behind_its_chunk_in_flight():
         [("r", 8, 10, True)],
         [("r", 10, 11, True)],
     ]
-    assert [list(step.items_to_encode) for step in steps] == [[b"A"], [], [], []]
+    assert [list(step.mm_items_to_encode) for step in steps] == [[b"A"], [], [], []]
     for step in steps:
         commit(sched, step)
     assert run(sched) == ["r"]
@@ -374,7 +379,7 @@ def test_a_sequence_without_a_block_computes_again_once(launches_ahead):
 def test_bytes_of_media_that_have_not_begun():
     sched = scheduler(max_num_seqs=1)
     for name in ("a", "b"):
-        sched.add(group(name, 8, 2, items=[image(name, 1, 5)]))
+        sched.add(group(name, 8, 2, mm_items=[image(name, 1, 5)]))
     assert sched.num_waiting_bytes == 40
     commit(sched, sched.schedule())
     assert sched.num_waiting_bytes == 20
@@ -394,7 +399,7 @@ def test_a_prefix_hit_counts_as_cached_tokens():
 def test_every_request_finishes_however_short_blocks_and_budget(num_blocks, budget):
     sched = scheduler(num_blocks=num_blocks, rows=5, max_num_batched_tokens=budget)
     for i in range(5):
-        sched.add(group(f"r{i}", 8, 4, n=1 + i % 2, items=[image("AB"[i % 2], 1, 5)], priority=-i))
+        sched.add(group(f"r{i}", 8, 4, n=1 + i % 2, mm_items=[image("AB"[i % 2], 1, 5)], priority=-i))
     assert sorted(run(sched)) == [f"r{i}" for i in range(5)]
     assert sched.block_manager.num_free_blocks == num_blocks
     sched.encoder_cache.check(set())

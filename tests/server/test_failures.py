@@ -81,7 +81,7 @@ def test_more_prompts_than_the_capacity_are_a_400(engine, monkeypatch):
     assert call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b"])).status_code == 200
     answer = call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b", "c"]))
     assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
-    assert "3 prompts, at most 2 are accepted" in error_of(answer)["message"]
+    assert "3 prompts; at most 2 are accepted" in error_of(answer)["message"]
 
 
 @pytest.mark.spawns

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmvllm.entrypoints.request_queue import pinning
-from mmvllm.inputs import EngineInput, MediaItem
+from mmvllm.inputs import EngineInput, MultiModalItem, PlaceholderRange
 from mmvllm.utils.transfer import H2DCopier, pinned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -101,14 +101,14 @@ def test_without_a_stream_one_tensor_is_not_copied():
 
 
 def prompt() -> EngineInput:
-    item = MediaItem("image", torch.ones(4, 6, dtype=torch.uint8), (1, 2, 2), b"digest", (0, 1))
+    item = MultiModalItem("image", torch.ones(4, 6, dtype=torch.uint8), (1, 2, 2), b"digest", PlaceholderRange(0, 1))
     return EngineInput([1, 2], (item,), position_delta=3)
 
 
 def test_preparation_for_a_gpu_pins_patches_in_the_worker(pins):
     made = pinning(lambda request: prompt(), CUDA)({})
-    assert made.items[0].patches is pins[0] and torch.equal(pins[0], prompt().items[0].patches)
-    assert (made.token_ids, made.position_delta, made.items[0].span) == ([1, 2], 3, (0, 1))
+    assert made.mm_items[0].patches is pins[0] and torch.equal(pins[0], prompt().mm_items[0].patches)
+    assert (made.token_ids, made.position_delta, made.mm_items[0].placeholder) == ([1, 2], 3, (0, 1))
 
 
 def test_preparation_for_a_cpu_pins_nothing(pins):

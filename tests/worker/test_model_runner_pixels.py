@@ -2,13 +2,13 @@
 
 import torch
 
-from mmvllm.inputs import MediaItem
+from mmvllm.inputs import MultiModalItem, PlaceholderRange
 from mmvllm.worker import model_runner
 from tests.helpers.media.images import normalized
 
 
-def item(patches: torch.Tensor, modality: str = "image") -> MediaItem:
-    return MediaItem(modality, patches, (1, 2, len(patches) // 2), b"", (0, 1))
+def item(patches: torch.Tensor, modality: str = "image") -> MultiModalItem:
+    return MultiModalItem(modality, patches, (1, 2, len(patches) // 2), b"", PlaceholderRange(0, 1))
 
 
 def test_runs_of_equal_items_are_normalized_at_once_and_the_order_is_kept(checkpoint, make_llm, monkeypatch):

@@ -15,7 +15,7 @@ from mmvllm.captioning.jobs.preparation import CaptionPreparer, WorkerProcesses
 from mmvllm.captioning.json_captions import with_object
 from mmvllm.captioning.multi_prompt import LIST, captions_of, first_error
 from mmvllm.captioning.outputs.index import Index, keep_caption
-from mmvllm.captioning.outputs.record import COLUMNS, SEEN
+from mmvllm.captioning.outputs.record import COLUMNS, MEDIA_INFO
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
@@ -173,11 +173,11 @@ def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """A task in flight; `seen` is what its preparation found out about the image or clip."""
+    """A task in flight; `media_info` is what its preparation reports about the image or clip."""
 
     number: int
     task: Task
-    seen: dict[str, Any] = field(default_factory=dict)
+    media_info: dict[str, Any] = field(default_factory=dict)
     num_media_tokens: int = 0
     content: str | None = None  # the same for duplicates with the same prompt
     is_duplicate: bool = False
@@ -216,12 +216,14 @@ class _TasksInFlight:
             return number in self._works  # as its first prompt was
         work, prompt = self._works[number], prepared.prompt.result()
         work.num_prompts = 1 + len(prompt.others)
-        work.seen, work.num_media_tokens = prompt.seen, prompt.num_media_tokens
+        work.media_info, work.num_media_tokens = prompt.media_info, prompt.num_media_tokens
         work.forget_source()
         if self._is_stopped():
             return False
         if self._settings.is_repeatable:
-            work.content = self._settings.content_key(work.seen["digest"], self._settings.prompt_for(work.task.item))
+            work.content = self._settings.content_key(
+                work.media_info["digest"], self._settings.prompt_for(work.task.item)
+            )
             work.is_duplicate = self._is_duplicate(work)
         return not work.is_duplicate
 
@@ -301,8 +303,8 @@ def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict
         "path": item.path,
         "id": item.id,
         "error": error,
-        **dict.fromkeys(SEEN),
-        **(work.seen or asked_of(item)),
+        **dict.fromkeys(MEDIA_INFO),
+        **(work.media_info or requested_range(item)),
         "time": round(time.time(), 3),
         "model": settings.model,
         "prompt": settings.prompt_for(item),
@@ -325,7 +327,7 @@ def reason_of(item: Item, error: ValueError) -> str:
     return f"{error.source}: {error.reason}" if is_named else error.reason
 
 
-def asked_of(item: Item) -> dict[str, float | None]:
+def requested_range(item: Item) -> dict[str, float | None]:
     """The range of a video that was to be captioned, for a record that knows no more of it."""
     return {"start": item.start or 0.0, "end": item.end} if item.is_video else {}
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmvllm.captioning.jobs.captioner import Captioner, Select
 from mmvllm.captioning.jobs.endpoint import Endpoint
-from mmvllm.captioning.jobs.preparation import seen_of_image
+from mmvllm.captioning.jobs.preparation import image_info
 from mmvllm.captioning.json_captions import parsed
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import item_of
@@ -35,7 +35,7 @@ class EndpointInput:
     """A conversation with the image as a data URI; `others` are those with the job's further prompts."""
 
     messages: list[dict]
-    seen: dict[str, Any]
+    media_info: dict[str, Any]
     num_bytes: int
     others: "tuple[EndpointInput, ...]" = ()
     num_media_tokens: int = 0  # only the server knows it
@@ -53,16 +53,16 @@ class EndpointPreparer:
             item.read()  # an item that cannot be read says why
             raise RequestError("videos are not sent to an endpoint; caption them with an engine of this machine")
         image = self._loader.image(item)
-        seen, uri = seen_of_image(image), data_uri(image, self._max_pixels)
+        media_info, uri = image_info(image), data_uri(image, self._max_pixels)
         first, *others = [
-            EndpointInput(_with_uri(messages, uri), seen, len(uri))
+            EndpointInput(_with_uri(messages, uri), media_info, len(uri))
             for messages in (request["messages"], *request.get("more", ()))
         ]
-        return EndpointInput(first.messages, seen, len(uri), tuple(others))
+        return EndpointInput(first.messages, media_info, len(uri), tuple(others))
 
 
 class EndpointSource(Captioner):
-    """Makes the records of a worklist from an endpoint's answers, at most `concurrency` requests at a time."""
+    """Makes the records of pending tasks from an endpoint's answers, at most `concurrency` requests at a time."""
 
     noun = "the endpoint"
 

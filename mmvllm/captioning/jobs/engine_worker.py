@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mmvllm.captioning.jobs.captioner import Captioner, Task, asked_of
+from mmvllm.captioning.jobs.captioner import Captioner, Task, requested_range
 from mmvllm.captioning.json_captions import OBJECT
 from mmvllm.captioning.multi_prompt import LIST
 from mmvllm.captioning.outputs.index import Index, keep_caption
-from mmvllm.captioning.outputs.record import SEEN
+from mmvllm.captioning.outputs.record import MEDIA_INFO
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
@@ -102,10 +102,16 @@ def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index)
     if not task.is_image:
         return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
-        nothing = dict.fromkeys((*SEEN, "caption", "boxes", "duplicate_of", "seconds"))
+        nothing = dict.fromkeys((*MEDIA_INFO, "caption", "boxes", "duplicate_of", "seconds"))
         counts = dict.fromkeys(("prompt_tokens", "image_tokens", "completion_tokens"), 0)
         nothing |= {name: [] for name in {LIST} & record.keys()} | dict.fromkeys({OBJECT} & record.keys())
-        return record | nothing | asked_of(task.item) | counts | {"error": task.item.error, "finish_reason": "error"}
+        return (
+            record
+            | nothing
+            | requested_range(task.item)
+            | counts
+            | {"error": task.item.error, "finish_reason": "error"}
+        )
     if record["error"] is not None or not settings.is_repeatable:
         return record
     original = index.caption(settings.content_key(record["digest"], record["prompt"]))

@@ -28,12 +28,12 @@ CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a cli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionInput(EngineInput):
-    """An image's or a clip's prompt; `seen` is what its record says of it, by the names in `record.SEEN`.
+    """An image's or a clip's prompt; `media_info` is what its record says of it, by the names in `record.MEDIA_INFO`.
 
     `others` are those with the job's further prompts, and the same image or clip.
     """
 
-    seen: dict[str, Any]
+    media_info: dict[str, Any]
     others: tuple[EngineInput, ...] = ()
 
 
@@ -44,33 +44,35 @@ class CaptionPreparer:
         self._processor, self._loader = processor, loader
 
     def __call__(self, request: dict) -> CaptionInput:
-        seen: dict[str, Any] = {}
+        media_info: dict[str, Any] = {}
 
         def image(item: Item, draft: Draft | None = None) -> Image:
             image = self._loader.image(item, draft)
-            seen.update(seen_of_image(image))
+            media_info.update(image_info(image))
             return image
 
         def video(item: Item, plan: ClipPlan) -> Clip:
             clip = self._loader.clip(item, _within_context(plan))
-            seen.update(_seen_of_clip(item, clip))
+            media_info.update(_clip_info(item, clip))
             return clip
 
         load = Load(_once(image), _once(video))
         if "more" not in request:
-            return _caption_input(self._processor(request, load), seen)
+            return _caption_input(self._processor(request, load), media_info)
         shared = {key: value for key, value in request.items() if key != "more"}
         requests = [shared, *(shared | {"messages": messages} for messages in request["more"])]
         first, *others = self._processor.together(requests, load)
-        return _caption_input(first, seen, tuple(_with_media_of(first, other) for other in others))
+        return _caption_input(first, media_info, tuple(_with_media_of(first, other) for other in others))
 
 
-def _caption_input(made: EngineInput, seen: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
-    return CaptionInput(made.token_ids, made.items, made.positions, made.position_delta, seen=seen, others=others)
+def _caption_input(made: EngineInput, media_info: dict[str, Any], others: tuple[EngineInput, ...] = ()) -> CaptionInput:
+    return CaptionInput(
+        made.token_ids, made.mm_items, made.positions, made.position_delta, media_info=media_info, others=others
+    )
 
 
 def _once(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Reads what a request has once, although a processor of the caller's asks for each prompt."""
+    """Wrap `read` to read the media of a request once, although a custom processor asks for each prompt."""
     made: list[Any] = []
 
     def read_once(*args: Any) -> Any:
@@ -82,22 +84,22 @@ def _once(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
-    """The other prompt with the very items of the first, which take memory once."""
-    if [one.digest for one in first.items] != [one.digest for one in other.items]:
-        return other  # a processor of the caller's may treat an image in another way, for another prompt
-    items = zip(first.items, other.items, strict=True)
+    """The other prompt with the patches of the first, which then take memory once."""
+    if [one.digest for one in first.mm_items] != [one.digest for one in other.mm_items]:
+        return other  # a custom processor may treat an image in another way for another prompt
+    items = zip(first.mm_items, other.mm_items, strict=True)
     same = (dataclasses.replace(own, patches=one.patches) for one, own in items)
-    return dataclasses.replace(other, items=tuple(same))
+    return dataclasses.replace(other, mm_items=tuple(same))
 
 
-def seen_of_image(image: Image) -> dict[str, Any]:
+def image_info(image: Image) -> dict[str, Any]:
     """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
     digest = digest_of(f"{image.size}".encode(), image.tobytes())
     width, height = source_size(image)
     return {"digest": digest.hex(), "width": width, "height": height}
 
 
-def _seen_of_clip(item: Item, clip: Clip) -> dict[str, Any]:
+def _clip_info(item: Item, clip: Clip) -> dict[str, Any]:
     """The digest is of the sampled frames, resized, and of their times; the size that of the upright video."""
     info, number = clip.info, len(clip.frames)
     places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the model is told times by them

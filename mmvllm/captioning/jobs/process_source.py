@@ -22,8 +22,8 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.captioner import failure
 from mmvllm.captioning.jobs.engine_worker import EngineSpec, EngineWorker, finalized
 from mmvllm.captioning.jobs.ordering import in_order
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks
 from mmvllm.captioning.jobs.task_queue import POLL_SECONDS, TaskQueue, Work
-from mmvllm.captioning.jobs.worklist import Worklist
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import EngineFailed
@@ -90,7 +90,7 @@ class _Engine:
 
 
 class ProcessSource:
-    """Makes the records of a worklist in processes, which the constructor starts, and waits for their engines.
+    """Makes the records of pending tasks in processes, which the constructor starts, and waits for their engines.
 
     Raises what `LLM` raises, and JobError if the processes end as soon as they begin.
     """
@@ -121,7 +121,7 @@ class ProcessSource:
         """Finish the requests that the engines have begun, and drop the rest; may be called from a signal handler."""
         self._queue.stop()
 
-    def records(self, tasks: Worklist, index: Index) -> Iterator[dict]:
+    def records(self, tasks: PendingTasks, index: Index) -> Iterator[dict]:
         """A record for every task, as they finish; a failure is a record with `error`.
 
         The tasks are iterated in a thread of their own. Raises JobError if engines die again and again.

@@ -25,9 +25,9 @@ class RayOptions:
     def __post_init__(self):
         for name in ("num_actors", "cpus_per_actor"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.gpus_per_actor is not None and not 0 <= self.gpus_per_actor <= 1:
             raise ValueError(
-                f"gpus_per_actor is {self.gpus_per_actor}, must be from 0 to 1; for an engine on several GPUs give "
+                f"gpus_per_actor must be from 0 to 1, got {self.gpus_per_actor}; for an engine on several GPUs give "
                 "tensor_parallel_size instead"
             )

@@ -18,9 +18,9 @@ import ray.data
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.engine_worker import EngineSpec, finalized
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.ray_options import RayOptions
 from mmvllm.captioning.jobs.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
-from mmvllm.captioning.jobs.worklist import Selection, Worklist
 from mmvllm.captioning.outputs.caption_files import CaptionFiles
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.settings import EarlierRuns
@@ -32,7 +32,7 @@ MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cau
 
 
 class RaySource:
-    """Makes the records of a worklist on Ray, which the constructor starts or joins.
+    """Makes the records of pending tasks on Ray, which the constructor starts or joins.
 
     See `caption_images` for the arguments. Raises ValueError for options that do not fit the job or this machine,
     and ConnectionError if there is no cluster.
@@ -68,8 +68,8 @@ class RaySource:
         """Take only the records that have arrived; images in flight in the actors are dropped."""
         self._is_stopped = True
 
-    def records(self, tasks: Worklist, index: Index) -> Iterator[dict]:
-        """A record for every item that the worklist admits.
+    def records(self, tasks: PendingTasks, index: Index) -> Iterator[dict]:
+        """Yield a record for every item that `PendingTasks` admits.
 
         Raises ValueError for wrong paths or a wrong model, JobError if Ray cannot continue.
         """

@@ -12,8 +12,8 @@ import ray
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.engine_worker import EngineSpec, EngineWorker
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.progress import Progress
-from mmvllm.captioning.jobs.worklist import Selection, Worklist
 from mmvllm.captioning.outputs.caption_files import CaptionFiles
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.output import Output
@@ -85,13 +85,13 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     index = Index()
     index.load(ray.get(recorded))
     loader = ItemLoader(job.engine.timeouts, num_workers=1)
-    worklist = Worklist(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), loader)
-    tasks = iter(worklist)
+    pending_tasks = PendingTasks(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), loader)
+    tasks = iter(pending_tasks)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
-            worklist.in_flight.clear()
-            yield Chunk(items, **worklist.progress.of_the_walk).pack()
-        yield Chunk(**worklist.progress.of_the_walk).pack()
+            pending_tasks.in_flight.clear()
+            yield Chunk(items, **pending_tasks.progress.of_the_walk).pack()
+        yield Chunk(**pending_tasks.progress.of_the_walk).pack()
     except (ValueError, OSError, JobError) as error:
         yield Chunk(error=str(error)).pack()
     finally:

@@ -244,7 +244,7 @@ def _format_of(path: Path | None) -> str:
 
 def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:
     if format not in FORMATS:
-        raise ValueError(f"format is {format!r}, must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if path is not None and not (os.path.isdir(path.parent) or path.parent == output_dir):
         raise ArgumentError(
             "{output} {path}: there is no folder {folder}; make it first", path=path, folder=path.parent

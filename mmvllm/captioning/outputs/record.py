@@ -35,7 +35,16 @@ COLUMNS = {
     "settings": str,  # fingerprint of the settings
     "key": str,  # of this image or clip, prompt and settings
 }
-SEEN = ("digest", "width", "height", "duration", "start", "end", "num_frames", "fps")  # what preparation finds out
+MEDIA_INFO = (
+    "digest",
+    "width",
+    "height",
+    "duration",
+    "start",
+    "end",
+    "num_frames",
+    "fps",
+)  # from preparation
 OF_CLIPS = ("duration", "start", "end", "num_frames", "fps")
 ADDED = ("boxes", *OF_CLIPS)  # outputs of earlier versions do not have them
 MAX_LINE_BYTES = 16 << 20  # of several million tokens; parsed, a line can take 30 times its size

@@ -94,7 +94,7 @@ class SettingsFile:
                 last=VERSION,
             )
         if len(known) > MAX_SETTINGS:
-            raise ValueError(f"it has {len(known)} settings, at most {MAX_SETTINGS} are allowed")
+            raise ValueError(f"it must have at most {MAX_SETTINGS} settings, got {len(known)}")
         if not all(map(_is_path, folders)):
             raise ValueError("a folder is no path")
         if max(map(_num_captions, known.values()), default=0) > MAX_COMPLETIONS:

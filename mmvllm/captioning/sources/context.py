@@ -31,7 +31,7 @@ def check_suffix(argument: str, suffix: str) -> None:
 def check_context(suffix: str | None, mode: str) -> None:
     """Raise ArgumentError if context cannot be read from files with this suffix, or not be used in this mode."""
     if mode not in MODES:
-        raise ArgumentError("{context_mode} is {mode!r}, must be one of {modes}", mode=mode, modes=", ".join(MODES))
+        raise ArgumentError("{context_mode} must be one of {modes}, got {mode!r}", mode=mode, modes=", ".join(MODES))
     if suffix is None:
         return
     check_suffix("context_from", suffix)

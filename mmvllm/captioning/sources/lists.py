@@ -122,12 +122,12 @@ def _problem(record: dict) -> str | None:
         return 'has no "image" or "video"; give a path, a URL or a data URI'
     for key, (wanted, types) in _TYPES.items():
         if key in record and not _has_type(record[key], types):
-            return f'"{key}" is {json.dumps(record[key]):.40}, it must be {wanted}'
+            return f'"{key}" must be {wanted}, got {json.dumps(record[key]):.40}'
         text = str(record.get(key, ""))
         if "\0" in text:
             return f'"{key}" has a NUL character'
         if len(text) > MAX_LENGTHS.get(key, len(text)):
-            return f'"{key}" has {len(text)} characters, at most {MAX_LENGTHS[key]} are accepted'
+            return f'"{key}" must have at most {MAX_LENGTHS[key]} characters, got {len(text)}'
     return _problem_of_range(record)
 
 

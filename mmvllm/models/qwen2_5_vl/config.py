@@ -42,11 +42,11 @@ class Qwen25VLVisionConfig(VisionConfig):
     def __post_init__(self) -> None:
         super(Qwen25VLVisionConfig, self).__post_init__()
         if self.hidden_act != "silu":
-            raise ValueError(f"the ViT's hidden_act is {self.hidden_act!r}, only 'silu' is supported")
+            raise ValueError(f"the ViT's hidden_act must be 'silu', got {self.hidden_act!r}")
         if self.window_size < self.patch_size * self.spatial_merge_size:
             raise ValueError(
-                f"window_size is {self.window_size}, must be at least the {self.patch_size * self.spatial_merge_size} "
-                "pixels of one merged token"
+                f"window_size must be at least the {self.patch_size * self.spatial_merge_size} pixels of one merged "
+                f"token, got {self.window_size}"
             )
 
     @property

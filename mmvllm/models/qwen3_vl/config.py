@@ -48,10 +48,10 @@ class Qwen3VLVisionConfig(VisionConfig):
         indexes = self.deepstack_visual_indexes
         if sorted({*indexes} & {*range(self.depth)}) != list(indexes):
             raise ValueError(
-                f"deepstack_visual_indexes is {list(indexes)}, must be increasing indexes of the {self.depth} blocks"
+                f"deepstack_visual_indexes must be increasing indexes of the {self.depth} blocks, got {list(indexes)}"
             )
         if isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
-            raise ValueError(f"num_position_embeddings is {self.num_position_embeddings}, must be a square number")
+            raise ValueError(f"num_position_embeddings must be a square number, got {self.num_position_embeddings}")
 
     @property
     def mm_embed_size(self) -> int:

@@ -117,7 +117,7 @@ def _max_pixels(image: ImageReference, requested: int | None, limits: DetailLimi
 def _check_most(bounds: Iterable[tuple[str, int | None]], most: int) -> None:
     for param, value in bounds:
         if value is not None and value > most:  # otherwise small images could be enlarged without limit
-            raise ApiError(400, f"{param} is {value}, must be at most {most} here", param=param)
+            raise ApiError(400, f"{param} must be at most {most} here, got {value}", param=param)
 
 
 def _check_low(param: str, low: int | None, most: int) -> None:

@@ -145,7 +145,7 @@ class JobResponse(Response):
         observe = None if self._job.pooling is not None else self._metrics.observer(self._job.params)
         # The session's work is given up when the client has hung up or the deadline has passed.
         prompt = 0
-        with engine_errors(lambda error: self._job.spelled(error, prompt)), self._decoder.session() as load:
+        with engine_errors(lambda error: self._job.format_error(error, prompt)), self._decoder.session() as load:
             # There may be more inputs of embeddings than the engine admits; prompts of completions are few.
             most = len(self._job.requests) if self._job.pooling is None else self._engine.max_num_seqs
             async with aclosing(_merged(self._streams(load), len(self._job.requests), most)) as deltas:

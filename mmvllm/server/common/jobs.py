@@ -81,9 +81,9 @@ class CompletionJob:
     def num_choices(self) -> int:
         return len(self.requests) * self.params.n
 
-    def spelled(self, error: ValueError, index: int = 0) -> tuple[str, str | None]:
+    def format_error(self, error: ValueError, index: int = 0) -> tuple[str, str | None]:
         """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
-        return (self.structured and self.structured.spelled(error)) or (str(error), self._param_of(error, index))
+        return (self.structured and self.structured.format_error(error)) or (str(error), self._param_of(error, index))
 
     def _param_of(self, error: ValueError, index: int) -> str | None:
         if self.prompt is not None and (param := self.prompt.param_of(error)) is not None:

@@ -79,7 +79,7 @@ class MediaFetcher:
             try:
                 return await fetch(url, self._settings.media, kind, reservation.take)
             except MediaError as error:
-                raise ApiError(400, error.spelled(self._settings.media_names), param=param) from None
+                raise ApiError(400, error.format(self._settings.media_names), param=param) from None
 
 
 async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:

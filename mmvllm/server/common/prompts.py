@@ -147,7 +147,7 @@ class PromptFactory:
 
 def _check_number(noun: str, given: Sequence[object], most: int) -> None:
     if len(given) > most:
-        raise ApiError(400, f"{len(given)} {noun}, at most {most} are accepted (max_{noun})", param="messages")
+        raise ApiError(400, f"{len(given)} {noun}; at most {most} are accepted (max_{noun})", param="messages")
 
 
 def as_prompts(prompts: str | list) -> list[str | list[int]]:

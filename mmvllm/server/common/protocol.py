@@ -43,7 +43,7 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
         reason = str(error).removeprefix(f"{error.param} ")
         raise PydanticCustomError("template_kwargs", "{reason}", {"reason": reason}) from None
     if (length := len(json.dumps(checked))) > MAX_TEMPLATE_KWARGS:
-        reason = f"has {length} characters as JSON, at most {MAX_TEMPLATE_KWARGS} are accepted"
+        reason = f"must have at most {MAX_TEMPLATE_KWARGS} characters as JSON, got {length}"
         raise PydanticCustomError("template_kwargs", "{reason}", {"reason": reason})
     return checked
 
@@ -109,7 +109,7 @@ def check_number_of_parts(messages: Any) -> Any:
         contents = [message.get(field) for message in given for field in ("content", "output", "tool_calls")]
         num_parts = len(messages) + sum(len(content) for content in contents if isinstance(content, list))
         if num_parts > MAX_PARTS:
-            raise PydanticCustomError("too_many_parts", f"have {num_parts} parts, at most {MAX_PARTS} are accepted")
+            raise PydanticCustomError("too_many_parts", f"have {num_parts} parts; at most {MAX_PARTS} are accepted")
     return messages
 
 

@@ -48,7 +48,7 @@ def sampling_params(
         own = {**own, "structured": field.params(), "max_tokens": max_tokens, "logprobs": logprobs}
         params = SamplingParams(**with_defaults(given | own, defaults))
     except RequestError as error:  # for rules that the schema of the request cannot express
-        message, param = field.spelled(error) or (str(error), error.param)
+        message, param = field.format_error(error) or (str(error), error.param)
         raise ApiError(400, message, param=param) from None
     if body.stream and params.chooses_at_end:
         raise ApiError(400, f"stream is true, {CHOSEN_AT_END}", param="stream")

@@ -60,10 +60,10 @@ class Serving:
     async def tokenize(
         self,
         request: Request | Callable[[], Awaitable[Request]],
-        spelled: Callable[[ValueError], tuple[str, str | None]],
+        format_error: Callable[[ValueError], tuple[str, str | None]],
     ) -> list[int]:
-        """The tokens that the engine would be given; `spelled` says how an error is told to the client."""
-        with engine_errors(spelled), self._decoder.session() as load:
+        """The tokens that the engine would be given; `format_error` writes an error for the client."""
+        with engine_errors(format_error), self._decoder.session() as load:
             return await self.engine.tokenize(request, timeout=self.settings.request_timeout, load=load)
 
     def model_of(self, name: str | None, priority: int | None) -> tuple[str, dict[str, Any]]:
@@ -71,7 +71,7 @@ class Serving:
         model, adapter = self.models.find(name)
         keys = {"priority": priority, "lora_request": adapter}
         if priority and self.settings.scheduling_policy != "priority":
-            message = f"priority is {priority}, must be 0 unless the server has --scheduling-policy priority"
+            message = f"priority must be 0 unless the server has --scheduling-policy priority, got {priority}"
             raise ApiError(400, message, param="priority")
         return model, {name: value for name, value in keys.items() if value}
 

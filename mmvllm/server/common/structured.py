@@ -83,10 +83,10 @@ class StructuredField:
         return next(iter(self.paths.values())).partition(".")[0]
 
     def params(self) -> StructuredOutputsParams | None:
-        """Raises RequestError that names the fields of StructuredOutputsParams; `spelled` names the request's."""
+        """Raises RequestError that names the fields of StructuredOutputsParams; `format_error` names the request's."""
         return as_structured(self.values) if self.values else None
 
-    def spelled(self, error: ValueError) -> tuple[str, str] | None:
+    def format_error(self, error: ValueError) -> tuple[str, str] | None:
         """Message and path of an error about what is asked for; None for other errors."""
         param = getattr(error, "param", None) or ""
         kind, _, name = param.partition(".")

@@ -224,7 +224,7 @@ def _structured(params: SamplingParams, field: StructuredField) -> SamplingParam
     try:
         return replace(params, structured=field.params())
     except RequestError as error:  # another parameter contradicts it
-        message, param = field.spelled(error) or (str(error).replace("structured", "tools", 1), error.param)
+        message, param = field.format_error(error) or (str(error).replace("structured", "tools", 1), error.param)
         raise ApiError(400, message, param=param) from None
 
 
@@ -276,7 +276,7 @@ def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
     schemas = [tool["function"].get("parameters") for tool in compress(tools, enforced)]
     size = sum(len(json.dumps(schema, ensure_ascii=False)) for schema in schemas)
     if size > MAX_CHARACTERS:  # before each of them is looked into
-        raise ApiError(400, f"tools has {size} characters, at most {MAX_CHARACTERS} are accepted", param="tools")
+        raise ApiError(400, f"tools must have at most {MAX_CHARACTERS} characters, got {size}", param="tools")
     if sum(map(num_schemas, schemas)) > MAX_SCHEMAS:
         raise ApiError(400, f"the parameters of tools have more than {MAX_SCHEMAS} schemas within them", param="tools")
     for i, tool in enumerate(tools):
@@ -285,7 +285,7 @@ def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
         try:
             field.params()
         except RequestError as error:
-            message, param = field.spelled(error)
+            message, param = field.format_error(error)
             raise ApiError(400, message, param=param) from None
 
 

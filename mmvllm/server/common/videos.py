@@ -96,7 +96,7 @@ class VideoOptionLimits:
             _check_most(video.path, video.options, dict.fromkeys(names, self.max_frames))
             _check_most(video.path, video.options, {"min_pixels": self.max_frame_pixels})
             if video.num_frames > self.max_frames:
-                message = f"{video.num_frames} frames, at most {self.max_frames} are accepted; leave some out"
+                message = f"{video.num_frames} frames; at most {self.max_frames} are accepted; leave some out"
                 raise ApiError(400, message, param=video.param)
         if kwargs is not None:
             given = kwargs.model_dump(exclude_none=True)
@@ -114,7 +114,7 @@ def _check_one_of(path: str, given: Mapping[str, Any], names: tuple[str, str]) -
 def _check_most(path: str, given: Mapping[str, Any], limits: Mapping[str, int]) -> None:
     for name, most in limits.items():
         if given.get(name, 0) > most:
-            raise ApiError(400, f"{name} is {given[name]}, must be at most {most} here", param=f"{path}.{name}")
+            raise ApiError(400, f"{name} must be at most {most} here, got {given[name]}", param=f"{path}.{name}")
 
 
 def processor_param_of(error: ValueError, kwargs: ProcessorKwargs | None) -> str | None:

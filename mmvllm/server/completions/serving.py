@@ -43,7 +43,7 @@ def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
     room = params.max_tokens if params.max_tokens < engine.max_model_len else 1
     requests = serving.prompts.of_texts("prompt", prompts, body, keys, room)
     if len(prompts) > engine.max_requests:
-        message = f"{len(prompts)} prompts, at most {engine.max_requests} are accepted (max_waiting)"
+        message = f"{len(prompts)} prompts; at most {engine.max_requests} are accepted (max_waiting)"
         raise ApiError(400, message, param="prompt")
     builder = CompletionResponseBuilder(
         model,

@@ -173,7 +173,7 @@ class AuthAndSizeLimitMiddleware:
 
     def _too_large(self, most: int) -> ApiError:
         name = "max_body_bytes" if most == self._max_bytes else "on this path"
-        return ApiError(413, f"the body is too large, at most {most} bytes are accepted ({name})")
+        return ApiError(413, f"the body is too large; at most {most} bytes are accepted ({name})")
 
 
 def _check_codings(scope: Scope) -> None:

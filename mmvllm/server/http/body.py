@@ -173,13 +173,13 @@ def _may_have_long_integer(body: bytes) -> bool:
 
 def _int(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"an integer has {len(text)} digits, at most {MAX_DIGITS} are allowed")
+        raise ValueError(f"an integer must have at most {MAX_DIGITS} digits, got {len(text)}")
     return int(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     if len(pairs) > MAX_KEYS:
-        raise ApiError(400, f"an object of the body has {len(pairs)} keys, at most {MAX_KEYS} are accepted")
+        raise ApiError(400, f"an object of the body must have at most {MAX_KEYS} keys, got {len(pairs)}")
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("an object has the same key twice")

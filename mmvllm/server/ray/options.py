@@ -26,7 +26,7 @@ class RayServeOptions:
     def __post_init__(self) -> None:
         for name in ("min_replicas", "max_replicas", "cpus_per_replica"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.min_replicas > self.max_replicas:
             values = {"low": self.min_replicas, "high": self.max_replicas}
             raise ArgumentError("{min_replicas} is {low}, above {max_replicas}, {high}", **values)

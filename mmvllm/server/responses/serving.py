@@ -48,7 +48,7 @@ def router(serving: Serving) -> APIRouter:
 
         async def count() -> InputTokens:
             job = await serving.built(partial(response_job, serving, store), body, request.state.reservation)
-            return InputTokens(input_tokens=len(await serving.tokenize(job.prompt.request, job.spelled)))
+            return InputTokens(input_tokens=len(await serving.tokenize(job.prompt.request, job.format_error)))
 
         return await while_connected(request.receive, count())
 

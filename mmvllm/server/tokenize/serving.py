@@ -76,7 +76,7 @@ def _text_of(serving: Serving, body: DetokenizeRequest) -> str:
     serving.models.find(body.model)
     tokenizer, most = serving.engine.tokenizer, serving.engine.max_model_len
     if len(body.tokens) > most:
-        raise ApiError(400, f"{len(body.tokens)} tokens, at most {most} are accepted (max_model_len)", param="tokens")
+        raise ApiError(400, f"{len(body.tokens)} tokens; at most {most} are accepted (max_model_len)", param="tokens")
     for i, token_id in enumerate(body.tokens):
         if token_id >= len(tokenizer):
             message = f"tokens[{i}] is {token_id}, the tokenizer has {len(tokenizer)} tokens"

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import caption_images
-from mmvllm.captioning.jobs import worklist
+from mmvllm.captioning.jobs import pending_tasks
 from mmvllm.captioning.jobs.progress import kind_of_failure
 from mmvllm.captioning.outputs.record import COLUMNS, OF_CLIPS
 from mmvllm.models.folder import BUNDLED
@@ -152,7 +152,7 @@ def test_a_gap_between_two_frames_has_no_clips(llm, tmp_path):
 
 
 def test_a_video_of_more_clips_than_are_captioned_is_refused(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(worklist, "MAX_CLIPS", 4)
+    monkeypatch.setattr(pending_tasks, "MAX_CLIPS", 4)
     path = make_clip(tmp_path / "a.mp4", 41)
     (record,) = run([path], llm, clip_seconds=1)
     assert record["error"] == "has 5 clips of 1 s, at most 4 are captioned; give more seconds for each (--clip-seconds)"
@@ -160,7 +160,7 @@ def test_a_video_of_more_clips_than_are_captioned_is_refused(llm, tmp_path, monk
 
 
 def test_long_texts_are_not_repeated_for_many_clips(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(worklist, "MAX_CLIP_CHARACTERS", 5000)
+    monkeypatch.setattr(pending_tasks, "MAX_CLIP_CHARACTERS", 5000)
     make_clip(tmp_path / "a.mp4", 41)
     for length, number in ((400, 5), (1000, 1)):
         (tmp_path / "list.jsonl").write_text(json.dumps({"video": "a.mp4", "id": "x" * length}))

@@ -191,10 +191,10 @@ def test_auto_is_one_engine_in_this_process_on_a_cpu(folder, checkpoint, engines
 def test_several_engines_cannot_be_combined_with_one_that_is_given(folder, make_llm, checkpoint):
     with pytest.raises(ArgumentError) as refused:
         caption_images(folder, llm=make_llm(checkpoint), data_parallel_size=2)
-    assert refused.value.spelled(option_name) == "--llm is one engine; give --model instead for --data-parallel-size"
+    assert refused.value.format(option_name) == "--llm is one engine; give --model instead for --data-parallel-size"
     with pytest.raises(ArgumentError, match="is for one machine without Ray"):
         run(folder, checkpoint, data_parallel_size=2, ray=RayOptions())
-    with pytest.raises(ValueError, match="data_parallel_size is 0, must be an integer of at least 1"):
+    with pytest.raises(ValueError, match="data_parallel_size must be an integer of at least 1, got 0"):
         run(folder, checkpoint, data_parallel_size=0)
 
 

@@ -20,8 +20,8 @@ import torch
 from mmvllm.captioning import CaptionSettings, caption_images
 from mmvllm.captioning.jobs.captioner import Captioner, Task
 from mmvllm.captioning.jobs.engine_worker import EngineSpec, finalized
+from mmvllm.captioning.jobs.pending_tasks import Selection
 from mmvllm.captioning.jobs.ray_options import RayOptions
-from mmvllm.captioning.jobs.worklist import Selection
 from mmvllm.captioning.outputs.caption_files import CaptionFiles
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.record import COLUMNS
@@ -407,7 +407,7 @@ def test_an_output_resumes_on_ray_only_with_its_quantization(folder, checkpoint,
 def test_gpus_that_engines_cannot_share_are_refused(options, engine_args, message):
     with pytest.raises(ArgumentError) as raised:
         ray_source._gpus_per_actor(RayOptions(**options), engine_args)
-    assert raised.value.spelled(option_name) == message
+    assert raised.value.format(option_name) == message
 
 
 def test_an_engine_on_several_gpus_is_an_actor_with_all_of_them():

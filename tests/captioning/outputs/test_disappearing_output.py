@@ -17,7 +17,7 @@ from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning.command import all_but_the_last, by_name, recorded, until
-from tests.helpers.captioning.worklists import record_all
+from tests.helpers.captioning.pending_tasks import record_all
 
 SETTINGS = CaptionSettings()
 TEXTS = CaptionSettings(caption_files="txt texts")

@@ -14,7 +14,7 @@ from mmvllm.captioning.outputs.restorer import Restorer
 from mmvllm.captioning.outputs.settings_file import MAX_SETTINGS
 from mmvllm.captioning.outputs.tables import write_parquet
 from mmvllm.errors import ArgumentError
-from tests.helpers.captioning.worklists import left, record_all
+from tests.helpers.captioning.pending_tasks import left, record_all
 
 SETTINGS = CaptionSettings()
 

@@ -169,7 +169,7 @@ def test_many_settings_and_folders_of_others_take_no_time(path, monkeypatch):
     assert len(json.loads(settings.read_text())["folders"]) <= 102 and len(looked_for) < 400
     content["settings"] = {f"{i:016x}": {"prompt": "x"} for i in range(1001)}
     settings.write_text(json.dumps(content))
-    with pytest.raises(ArgumentError, match="is damaged \\(it has 1001 settings, at most 1000 are allowed\\)"):
+    with pytest.raises(ArgumentError, match="is damaged \\(it must have at most 1000 settings, got 1001\\)"):
         Journal(path, SETTINGS)
 
 

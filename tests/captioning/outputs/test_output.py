@@ -12,7 +12,7 @@ import pytest
 
 from mmvllm import LLM
 from mmvllm.captioning import caption_images
-from mmvllm.captioning.jobs.worklist import Selection
+from mmvllm.captioning.jobs.pending_tasks import Selection
 from mmvllm.captioning.outputs import tables
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.captioning.outputs.output import FORMATS
@@ -206,7 +206,7 @@ def test_the_default_format_follows_the_suffix(caption, two, tmp_path):
     assert len(read_jsonl(tmp_path / "b.csv")) == 2
     caption(two, output=tmp_path / "without")
     assert len(read_jsonl(tmp_path / "without")) == 2
-    with pytest.raises(ValueError, match=f"format is 'xml', must be one of {', '.join(FORMATS)}"):
+    with pytest.raises(ValueError, match=f"format must be one of {', '.join(FORMATS)}, got 'xml'"):
         caption(two, format="xml")
 
 

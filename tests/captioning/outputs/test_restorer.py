@@ -9,7 +9,7 @@ import pytest
 from mmvllm.captioning import CaptionSettings
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.settings import BESIDE_IMAGES
-from tests.helpers.captioning.worklists import left, opened, record_all
+from tests.helpers.captioning.pending_tasks import left, opened, record_all
 
 BESIDE = CaptionSettings(caption_files=f"txt {BESIDE_IMAGES}")
 TEXTS = CaptionSettings(caption_files="txt texts")

@@ -8,7 +8,7 @@ import pytest
 from mmvllm.captioning import CaptionSettings
 from mmvllm.captioning import settings as settings_module
 from mmvllm.captioning.outputs.journal import Journal
-from tests.helpers.captioning.worklists import left, opened, record_all
+from tests.helpers.captioning.pending_tasks import left, opened, record_all
 
 HERE = CaptionSettings(max_tokens=4)
 INT8 = CaptionSettings(max_tokens=4, quantization="int8")

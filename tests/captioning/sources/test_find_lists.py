@@ -74,7 +74,7 @@ def test_texts_that_records_repeat_are_limited(key, most, tmp_path):
     (tmp_path / "list.jsonl").write_text("\n".join(lines))
     first, second = find_items([tmp_path / "list.jsonl"])
     assert first.error is None and len(getattr(first, key)) == most
-    assert second.error == f'"{key}" has {most + 1} characters, at most {most} are accepted'
+    assert second.error == f'"{key}" must have at most {most} characters, got {most + 1}'
     assert len(second.id or "") <= MAX_LENGTHS["id"]
 
 
@@ -199,12 +199,12 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         ('{"path": "a.png"}', 'has no "image" or "video"; give a path, a URL or a data URI'),
         ('{"image": null}', 'has no "image" or "video"; '),
         ('{"image": ""}', 'has no "image" or "video"; '),
-        ('{"image": ["a.png"]}', '"image" is ["a.png"], it must be a string'),
-        ('{"image": 0}', '"image" is 0, it must be a string'),
-        ('{"image": "a.png", "prompt": 5}', '"prompt" is 5, it must be a string'),
-        ('{"image": "a.png", "context": {}}', '"context" is {}, it must be a string'),
-        ('{"image": "a.png", "id": 1.5}', '"id" is 1.5, it must be a string or an integer'),
-        ('{"image": "a.png", "id": true}', '"id" is true, it must be a string or an integer'),
+        ('{"image": ["a.png"]}', '"image" must be a string, got ["a.png"]'),
+        ('{"image": 0}', '"image" must be a string, got 0'),
+        ('{"image": "a.png", "prompt": 5}', '"prompt" must be a string, got 5'),
+        ('{"image": "a.png", "context": {}}', '"context" must be a string, got {}'),
+        ('{"image": "a.png", "id": 1.5}', '"id" must be a string or an integer, got 1.5'),
+        ('{"image": "a.png", "id": true}', '"id" must be a string or an integer, got true'),
     ],
     ids=lambda value: str(value)[:30],
 )

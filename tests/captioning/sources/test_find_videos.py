@@ -62,10 +62,10 @@ def test_lists_name_videos_and_parts_of_them(tmp_path):
     ("line", "error"),
     [
         ('{"image": "a.png", "video": "a.mp4"}', 'has both "image" and "video"; give one of them'),
-        ('{"video": 3}', '"video" is 3, it must be a string'),
+        ('{"video": 3}', '"video" must be a string, got 3'),
         ('{"video": ""}', 'has no "image" or "video"; '),
-        ('{"video": "a.mp4", "start": "3"}', '"start" is "3", it must be a number of seconds'),
-        ('{"video": "a.mp4", "end": true}', '"end" is true, it must be a number of seconds'),
+        ('{"video": "a.mp4", "start": "3"}', '"start" must be a number of seconds, got "3"'),
+        ('{"video": "a.mp4", "end": true}', '"end" must be a number of seconds, got true'),
         ('{"video": "a.mp4", "start": 5, "end": 5}', '"start" and "end" are seconds with 0 <= start < end'),
         ('{"video": "a.mp4", "start": -1}', '"start" and "end" are seconds with 0 <= start < end'),
         ('{"video": "a.mp4", "end": Infinity}', '"start" and "end" are seconds with 0 <= start < end'),

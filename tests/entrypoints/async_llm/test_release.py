@@ -186,5 +186,5 @@ async def test_requests_with_adapters_use_a_released_engine(make, checkpoint, tm
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_wrong_time(checkpoint, seconds):
-    with pytest.raises(ParameterError, match=r"release_after is .*, must be a number of seconds above 0, or None"):
+    with pytest.raises(ParameterError, match=r"release_after must be a number of seconds above 0, or None, got .*"):
         AsyncLLM(checkpoint, release_after=seconds)

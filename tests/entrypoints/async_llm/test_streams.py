@@ -125,12 +125,12 @@ async def test_settings_in_a_request_override_the_arguments(engine):
         (ask(7, "x"), {}, "image 0: cannot load an image from int"),
         (7, {}, "must be a dict"),
         ("", {}, "at least one token"),
-        ([1, 10**9], {}, "token ids are integers"),
-        (QUESTION, {"request_id": 5}, "request_id is 5"),
-        (QUESTION, {"params": {"temperature": -1}}, "temperature is -1"),
+        ([1, 10**9], {}, "token ids of a prompt must be integers in"),
+        (QUESTION, {"request_id": 5}, "request_id must be str or None, got 5"),
+        (QUESTION, {"params": {"temperature": -1}}, "temperature must be .*, got -1"),
         (QUESTION, {"params": {"heat": 1}}, "sampling_params"),
         (ask("word " * 2000), {}, "maximum context length is"),
-        ({**QUESTION, "priority": "high"}, {}, "priority is 'high'"),
+        ({**QUESTION, "priority": "high"}, {}, "priority must be int, got 'high'"),
     ],
 )
 @async_test

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from mmvllm.inputs import EngineInput, Grid, Span
+from mmvllm.inputs import EngineInput, Grid, PlaceholderRange
 from tests.helpers.media.videos import moving
 
 
@@ -40,18 +40,18 @@ def text(string: str) -> dict:
     return {"type": "text", "text": string}
 
 
-def spans_of(prompt: EngineInput) -> list[Span]:
+def ranges_of(prompt: EngineInput) -> list[PlaceholderRange]:
     """(offset, length) of each run of placeholder tokens."""
-    return [item.span for item in prompt.items]
+    return [item.placeholder for item in prompt.mm_items]
 
 
 def grids_of(prompt: EngineInput) -> list[Grid]:
-    return [item.grid for item in prompt.items]
+    return [item.grid for item in prompt.mm_items]
 
 
 def patches_of(prompt: EngineInput) -> list:
-    return [item.patches for item in prompt.items]
+    return [item.patches for item in prompt.mm_items]
 
 
 def digests_of(prompt: EngineInput) -> list[bytes]:
-    return [item.digest for item in prompt.items]
+    return [item.digest for item in prompt.mm_items]

@@ -34,8 +34,8 @@ class TakesVideos:
         engine = self.llm.engine
         if images:
             prompt = self.llm.processor(ask(*images))
-            made["pixel_values"] = torch.cat([item.patches for item in prompt.items])
-            made["image_grid_thw"] = torch.tensor([item.grid for item in prompt.items])
+            made["pixel_values"] = torch.cat([item.patches for item in prompt.mm_items])
+            made["image_grid_thw"] = torch.tensor([item.grid for item in prompt.mm_items])
         if videos:
             config, media = engine.video_config, []
             for frames, facts in zip(videos, video_metadata, strict=True):
@@ -53,8 +53,8 @@ def test_completions_equal_those_of_the_own_processor(checkpoint, make_llm):
     llm = make_llm(checkpoint, enable_prefix_caching=False)
     prompt, theirs = llm.processor(QUESTION), llm._preparer.adapt(foreign := TakesVideos(llm))(QUESTION)
     assert theirs.token_ids == prompt.token_ids and np.array_equal(theirs.positions, prompt.positions)
-    assert [(item.modality, item.grid, item.span) for item in theirs.items] == [
-        (item.modality, item.grid, item.span) for item in prompt.items
+    assert [(item.modality, item.grid, item.placeholder) for item in theirs.mm_items] == [
+        (item.modality, item.grid, item.placeholder) for item in prompt.mm_items
     ]
     ((videos, metadata, do_sample_frames),) = foreign.given
     assert [len(frames) for frames in videos] == [6, 3] and do_sample_frames is False

@@ -25,7 +25,7 @@ from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.images.processor import ImageProcessor
 from mmvllm.utils import time_limit
 from mmvllm.utils.time_limit import Watchdog
-from tests.helpers.engine.requests import ask, digests_of, grids_of, noise_image, patches_of, spans_of, text, user
+from tests.helpers.engine.requests import ask, digests_of, grids_of, noise_image, patches_of, ranges_of, text, user
 from tests.helpers.media.images import image_config, normalized
 
 IMAGE = json.loads((BUNDLED / "config.json").read_text())["image_token_id"]
@@ -84,7 +84,7 @@ def as_values(prompt: EngineInput) -> tuple:
     return (
         prompt.token_ids,
         grids_of(prompt),
-        spans_of(prompt),
+        ranges_of(prompt),
         sha256(pixels.numpy().tobytes()).hexdigest(),
     )
 
@@ -118,8 +118,8 @@ REQUESTS = {
 def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
     own, foreign_prompt = processor(REQUESTS[name]), foreign(REQUESTS[name])
     assert as_values(own) == as_values(foreign_prompt)
-    num_images = len(own.items)
-    assert own.token_ids.count(IMAGE) == sum(length for _, length in spans_of(own))
+    num_images = len(own.mm_items)
+    assert own.token_ids.count(IMAGE) == sum(length for _, length in ranges_of(own))
     assert [len(digest) for digest in digests_of(own)] == [16] * num_images
     assert (own.num_bytes > 0) == (num_images > 0) == (foreign_prompt.num_bytes > 0)
 
@@ -127,11 +127,11 @@ def test_a_foreign_processor_gives_the_same_prompt(name, processor, foreign):
 def test_placeholders_are_where_the_images_are(processor, tokenizer):
     prompt = processor(ask("First: ", B, " then: ", A, " what changed?"))
     around = []
-    for offset, length in spans_of(prompt):
+    for offset, length in ranges_of(prompt):
         assert prompt.token_ids[offset : offset + length] == [IMAGE] * length
         around.append(tokenizer.decode([prompt.token_ids[offset - 1], prompt.token_ids[offset + length]]))
     assert around == ["<|vision_start|><|vision_end|>"] * 2
-    lengths = [length for _, length in spans_of(prompt)]
+    lengths = [length for _, length in ranges_of(prompt)]
     assert lengths == [prod(grid) // 4 for grid in grids_of(prompt)]
 
 
@@ -203,7 +203,7 @@ def test_a_literal_placeholder_beside_an_image_is_refused(processor):
     with pytest.raises(ValueError, match=r"1 image placeholder, 1 .* outside .*, but 1 image was given"):
         processor(ask(A, "is <|image_pad|> an image?", allow_special_tokens=True))
     # As many as an expanded image needs, but in another place.
-    length = spans_of(processor(ask(A)))[0][1]
+    length = ranges_of(processor(ask(A)))[0][1]
     with pytest.raises(ValueError, match=rf"1 image placeholder, {length - 1} .* outside"):
         processor(ask("<|image_pad|>" * (length - 1), A, allow_special_tokens=True))
 
@@ -211,9 +211,9 @@ def test_a_literal_placeholder_beside_an_image_is_refused(processor):
 @pytest.mark.parametrize("typed", ["<|image_pad|>", ONE, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>" * 27])
 def test_a_placeholder_in_a_message_is_text(typed, processor):
     plain, prompt = processor(ask(A, "is an image?")), processor(ask(A, f"is {typed} an image?"))
-    assert (spans_of(prompt), digests_of(prompt)) == (spans_of(plain), digests_of(plain))
+    assert (ranges_of(prompt), digests_of(prompt)) == (ranges_of(plain), digests_of(plain))
     assert prompt.token_ids.count(IMAGE) == plain.token_ids.count(IMAGE)
-    assert spans_of(processor(ask(f"{typed} is before", A)))[0][1] == spans_of(plain)[0][1]
+    assert ranges_of(processor(ask(f"{typed} is before", A)))[0][1] == ranges_of(plain)[0][1]
 
 
 def test_a_foreign_processor_refuses_special_tokens_in_messages(foreign):

@@ -256,7 +256,7 @@ def test_raw_prompts_have_control_tokens(form):
 
 @pytest.mark.parametrize("value", [0, 1, "yes", []])
 def test_the_choice_is_a_bool(value):
-    with pytest.raises(RequestError, match=r"allow_special_tokens is .*, must be True or False"):
+    with pytest.raises(RequestError, match=r"allow_special_tokens must be True or False, got .*"):
         processor("bundled")({"messages": [{"role": "user", "content": "a"}], "allow_special_tokens": value})
 
 

@@ -147,7 +147,7 @@ def test_a_template_of_strings_is_given_placeholders(prepare, form, given):
     messages = [system, {"role": "user", "content": FORMS[form]}, {"role": "assistant", "content": "A"}, QUESTION]
     want = prepare({"messages": messages})
     made = own({"messages": messages, **keys})
-    assert made.token_ids == want.token_ids and len(made.items) == len(want.items)
+    assert made.token_ids == want.token_ids and len(made.mm_items) == len(want.mm_items)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_template_of_strings_is_given_placeholders(prepare, form, given):
 def test_every_kind_of_template_of_strings_is_noticed(prepare, template):
     messages = [{"role": "user", "content": FORMS["text and image"]}]
     made = prepare({"messages": messages, "chat_template": template})
-    assert len(made.items) == 1
+    assert len(made.mm_items) == 1
     assert prepare.tokenizer.decode(made.token_ids).startswith("What <|vision_start|><|image_pad|>")
 
 
@@ -172,7 +172,7 @@ def test_special_tokens_in_such_messages_are_text(prepare):
     system = {"role": "system", "content": "Be brief."}
     messages = [system, *ask(IMAGE, "<|vision_start|><|image_pad|><|vision_end|>")["messages"]]
     made = prepare({"messages": messages, "chat_template": STRINGS})
-    assert len(made.items) == 1 and made.token_ids == prepare({"messages": messages}).token_ids
+    assert len(made.mm_items) == 1 and made.token_ids == prepare({"messages": messages}).token_ids
 
 
 def test_a_conversation_is_continued_by_an_llm(make_llm):

@@ -115,8 +115,8 @@ CIRCLE.append(CIRCLE)
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (["enable_thinking"], "must be a dict of names and JSON values, not list"),
-        ("{}", "must be a dict .* not str"),
+        (["enable_thinking"], "must be a dict of names and JSON values, got list"),
+        ("{}", "must be a dict .* got str"),
         ({1: 2}, "has the name 1, which is not a string"),
         ({"a": {1, 2}}, "has 'a' with {1, 2}, which is not a JSON value"),
         ({"a": [b"x"]}, "has 'a' with b'x', which is not a JSON value"),

@@ -187,7 +187,7 @@ def message(**call) -> dict:
 @pytest.mark.parametrize(
     ("request_", "param", "words"),
     [
-        ({"tools": "f"}, "tools", "must be a list of functions, not str"),
+        ({"tools": "f"}, "tools", "must be a list of functions, got str"),
         ({"tools": [TIME] * 129}, "tools", "at most 128"),
         ({"tools": [TIME, TIME]}, "tools[1].function.name", "'get_time', as that of another function"),
         ({"tools": ["f"]}, "tools[0]", "must be a dict with 'type'"),
@@ -197,7 +197,7 @@ def message(**call) -> dict:
         (function(name='a"b'), "tools[0].function.name", "must be 1 to 128 of"),
         (function(description=5), "tools[0].function.description", "must be a string"),
         (function(parameters=[]), "tools[0].function.parameters", "must be a JSON schema"),
-        (function(parameters={"type": "array"}), "tools[0].function.parameters", "not 'array'"),
+        (function(parameters={"type": "array"}), "tools[0].function.parameters", "got 'array'"),
         (function(parameters={"properties": []}), "tools[0].function.parameters", "'properties'"),
         (function(parameters={"properties": {"a": 5}}), "tools[0].function.parameters", "'properties'"),
         (function(parameters={"required": "a"}), "tools[0].function.parameters", "'required'"),

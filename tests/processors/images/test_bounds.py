@@ -53,7 +53,9 @@ def test_the_longer_side_stays_the_longer_one(is_tall):
 
 @pytest.mark.parametrize("max_pixels", [1, TOKEN - 1])
 def test_less_than_a_token_is_refused(max_pixels):
-    with pytest.raises(ValueError, match=f"max_pixels is {max_pixels}, must be at least {TOKEN}"):
+    with pytest.raises(
+        ValueError, match=f"max_pixels must be at least {TOKEN}, the pixels of one token, got {max_pixels}"
+    ):
         CONFIG.resized(60, 60, max_pixels=max_pixels)
 
 

@@ -98,7 +98,7 @@ def test_requests_may_ask_for_it():
     assert parsed.jpeg_draft and parsed.video_kwargs == [{"max_pixels": 5000}]
     assert parse_request({"messages": [{"role": "user", "content": "x"}], **request} | {"text": None}).jpeg_draft
     assert not parse_request({"text": "x"}).jpeg_draft
-    with pytest.raises(RequestError, match="jpeg_draft is 1, must be True or False"):
+    with pytest.raises(RequestError, match="jpeg_draft must be True or False, got 1"):
         parse_request({"text": "x", "mm_processor_kwargs": {"jpeg_draft": 1}})
 
 

@@ -117,7 +117,7 @@ def test_default_bounds_of_a_part_depend_on_the_token_size():
     "part, message",
     [
         ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5000, above max_pixels 4000"),
-        ({"min_pixels": 10**10}, "min_pixels is 10000000000, must be at most"),
+        ({"min_pixels": 10**10}, "min_pixels must be at most.*, got 10000000000"),
         ({"resized_height": 1, "resized_width": 500}, "500x1 pixels: the long side may be at most 200 times"),
         ({"resized_height": 2**62, "resized_width": 1}, "the long side may be at most 200 times"),
     ],

@@ -45,8 +45,8 @@ def test_paths_and_urls_are_read_by_the_package(calls, checkpoint, tmp_path):
         {**video, "video": "https://example.org/a.mp4", "fps": 1.5, "max_pixels": 90_000},
         {**video, "video": str(tmp_path / "a.mp4"), "nframes": 4},
     ]
-    assert [item.grid for item in prompt.items] == [(1, 4, 6)] * 2
-    assert all(torch.equal(a.patches, b.patches) for a, b in zip(prompt.items, same.items, strict=True))
+    assert [item.grid for item in prompt.mm_items] == [(1, 4, 6)] * 2
+    assert all(torch.equal(a.patches, b.patches) for a, b in zip(prompt.mm_items, same.mm_items, strict=True))
     assert digests_of(prompt) == digests_of(same), "the rate of the frames is the same, too"
 
 
@@ -70,5 +70,5 @@ def test_a_backend_that_is_missing_or_unknown_is_refused_at_once(engine, checkpo
     monkeypatch.setitem(sys.modules, "qwen_vl_utils", None)  # importing it fails
     with pytest.raises(ValueError, match=r"video_backend='qwen-vl-utils' cannot be used \(.*pip install qwen-vl-utils"):
         engine(checkpoint, video_backend="qwen-vl-utils", **ENGINE)
-    with pytest.raises(ValueError, match="video_backend is 'opencv', must be 'pyav' or 'qwen-vl-utils'"):
+    with pytest.raises(ValueError, match="video_backend must be 'pyav' or 'qwen-vl-utils', got 'opencv'"):
         engine(checkpoint, video_backend="opencv", **ENGINE)

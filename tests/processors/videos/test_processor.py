@@ -122,7 +122,7 @@ def test_times_are_the_middle_of_temporal_patches(family):
     media = VideoProcessor(config)(Clip(moving(5, 224, 224), VideoInfo(50, 10.0, 224, 224), (0, 12, 24, 37, 49)))
     assert media.times == pytest.approx([0.6, 3.05, 4.9])  # the last frame stands twice
     assert media.seconds_per_patch == pytest.approx(2.0)  # 5 frames in 5 seconds, two of them in a patch
-    items = list(media.items([(0, 1), (1, 1), (2, 1)], index=0))
+    items = list(media.mm_items([(0, 1), (1, 1), (2, 1)], index=0))
     assert [item.time for item in items] == list(media.times)
     assert [item.time for item in pickle.loads(pickle.dumps(items))] == list(media.times)
 
@@ -154,6 +154,6 @@ def test_the_rate_within_a_range_places_temporal_patches(checkpoints, make_llm):
 
     part = {"type": "video", "video": "x", "fps": 4, "video_start": 1, "video_end": 2, "max_pixels": 64 * 64}
     prompt = llm.processor({"messages": [{"role": "user", "content": [part]}]}, Load(video=read))
-    times = prompt.positions[0, [item.offset for item in prompt.items]]
+    times = prompt.positions[0, [item.offset for item in prompt.mm_items]]
     seconds = 2 / (4 / 9 * 8)  # two frames, of four among nine at 8 per second
     assert [int(time - times[0]) for time in times] == [0, int(seconds * 4)]

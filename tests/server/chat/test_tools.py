@@ -200,7 +200,7 @@ LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
         ({"tools": [COUNT, COUNT]}, "tools[1].function.name", "as that of another tool"),
         ({"tools": [COUNT] * 129}, "tools", "at most 128 items"),
         ({"tools": function(parameters=[])}, PARAMETERS, "valid dictionary"),
-        ({"tools": function(parameters={"type": "array"})}, PARAMETERS, "must have the type 'object', not 'array'"),
+        ({"tools": function(parameters={"type": "array"})}, PARAMETERS, "must have the type 'object', got 'array'"),
         ({"tools": function(parameters={"properties": {"a": 5}})}, PARAMETERS, "'properties'"),
         ({"tools": function(parameters={"not": {}}, strict=True)}, PARAMETERS, "'not'"),
         ({"tools": function(parameters={"not": {}}), "tool_choice": "required"}, PARAMETERS, "'not'"),
@@ -216,7 +216,7 @@ LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
         ({"tools": [COUNT], "parallel_tool_calls": False, "beam_width": 2}, "tools", "leave out strict, parallel_tool"),
         ({"tools": [COUNT], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts tools"),
         ({"tools": [COUNT], "tool_choice": NAMED_COUNT, "min_tokens": 2}, "min_tokens", "contradicts tools"),
-        ({"tools": [tool("f", True, **LONG), tool("g", True, **LONG)]}, "tools", "at most 65536 are accepted"),
+        ({"tools": [tool("f", True, **LONG), tool("g", True, **LONG)]}, "tools", "at most 65536 characters, got"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, f"{CALLS}[0].function", "is missing"),
     ],
 )  # fmt: skip

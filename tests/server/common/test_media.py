@@ -138,7 +138,8 @@ def test_a_url_is_short(engine, length):
     for url in ("http://" + "é" * (length - 7), "file:/" + "a" * (length - 6)):
         error = error_of(call(app, "POST", CHAT, json=chat(image_part(url))))
         assert (
-            f"the URL has {length} characters; the maximum is 8192" in error["message"] and len(error["message"]) < 200
+            f"the URL must have at most 8192 characters, got {length}" in error["message"]
+            and len(error["message"]) < 200
         )
 
 

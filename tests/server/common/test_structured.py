@@ -139,8 +139,11 @@ def test_text_is_the_format_of_any_completion(app):
 
 CHOICE = [f"{i} {'x' * 20}" for i in range(9000)]
 LARGE = {  # restrictions of tens of thousands of characters or steps, and what their refusal says
-    "structured_outputs.choice": ({"structured_outputs": {"choice": CHOICE}}, "characters, at most"),
-    "guided_choice": ({"guided_choice": CHOICE}, "characters, at most"),
+    "structured_outputs.choice": (
+        {"structured_outputs": {"choice": CHOICE}},
+        "must have at most 65536 characters, got",
+    ),
+    "guided_choice": ({"guided_choice": CHOICE}, "must have at most 65536 characters, got"),
     "guided_json": ({"guided_json": {"const": "x" * 60_000}}, "cannot be enforced"),
     "guided_regex": ({"guided_regex": ".*" * 200}, "cannot be enforced"),
 }

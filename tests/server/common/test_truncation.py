@@ -100,7 +100,7 @@ def test_a_cut_text_has_the_tokens_of_the_side_that_is_kept(num_tokens, engine):
 
 @pytest.mark.parametrize("value", [0, -1, -5, True, 1.5, "7", [1]])
 def test_another_value_is_refused_in_python(value, shared_llm):
-    with pytest.raises(RequestError, match=r"truncate_prompt_tokens is .*, must be an integer of at least 1"):
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens must be an integer of at least 1, got .*"):
         shared_llm.processor({"text": "a", "truncate_prompt_tokens": value})
 
 

@@ -43,7 +43,7 @@ def refused(app, part: dict, **keys) -> dict:
         ({"type": "video_url", "video_url": 5}, {}, f"{PART}.video_url", "must be an object"),
         ({"type": "video", "video": "x"}, {}, URL, "not a URL of a video"),
         ({"type": "video", "video": []}, {}, PART, "at least 1 item"),
-        pytest.param({"type": "video", "video": ["data:,"] * 769}, {}, URL, "769 frames, at most 768", id="frames"),
+        pytest.param({"type": "video", "video": ["data:,"] * 769}, {}, URL, "769 frames; at most 768", id="frames"),
         (ANY | {"video_url": {"url": "x", "fps": 1}, "fps": 2}, {}, f"{PART}.fps", "is given twice"),
         ({"type": "video_url"}, {}, f"{PART}.video_url", "is missing"),
         (ANY | {"n_frames": 2}, {}, f"{PART}.n_frames", "does not belong here; did you mean nframes?"),
@@ -78,7 +78,7 @@ def refused(app, part: dict, **keys) -> dict:
         pytest.param(ANY, {"mm_processor_kwargs": {"fps": RATES}}, "mm_processor_kwargs.fps", "at most 64", id="rates"),
         (ANY, {"media_io_kwargs": {"video": {"fps": 1, "num_frames": 4}}}, "media_io_kwargs.video", "both fps and"),
         (ANY, {"mm_processor_kwargs": [1]}, "mm_processor_kwargs", "must be an object"),
-        (video_part("data:video/jpeg;base64," + "," * 768), {}, URL, "769 frames, at most 768 are accepted"),
+        (video_part("data:video/jpeg;base64," + "," * 768), {}, URL, "769 frames; at most 768 are accepted"),
         pytest.param(video_part("data:video/jpeg;base64,AAAA,"), {}, URL, "not an image", marks=pytest.mark.spawns),
         (video_part("http://example.org/a.mp4"), {}, URL, "fetches no URLs"),
         (video_part("file:///a.mp4"), {}, URL, "reads no file:// URLs"),
@@ -129,7 +129,7 @@ def test_a_prompt_that_is_too_long_says_how_many_tokens(app, tmp_path):
 def test_more_videos_than_allowed_are_refused_before_they_are_fetched(app):
     answer = call(app, "POST", CHAT, json=chat(*[ANY] * 5))
     assert answer.status_code == 400
-    assert error_of(answer)["message"] == "5 videos, at most 4 are accepted (max_videos)"
+    assert error_of(answer)["message"] == "5 videos; at most 4 are accepted (max_videos)"
 
 
 @pytest.fixture

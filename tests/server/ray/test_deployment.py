@@ -193,7 +193,7 @@ def test_session_affinity_needs_a_version_of_ray_that_has_it(monkeypatch):
     monkeypatch.setattr(ray_serve, "find_spec", lambda _: None)
     with pytest.raises(ArgumentError) as raised:
         ray_serve._routing(RayServeOptions(session_affinity=True))
-    assert raised.value.spelled(option_name).startswith("--session-affinity needs the router ray.serve.")
+    assert raised.value.format(option_name).startswith("--session-affinity needs the router ray.serve.")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection, clips_of
 from mmvllm.captioning.jobs.progress import Progress
-from mmvllm.captioning.jobs.worklist import Selection, Worklist, clips_of
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.sources.items import Item
@@ -17,7 +17,7 @@ from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.videos.clip import VideoInfo
 from mmvllm.processors.videos.qwen_vl_utils import frame_indices
-from tests.helpers.captioning.worklists import opened
+from tests.helpers.captioning.pending_tasks import opened
 from tests.helpers.media.videos import make_clip
 
 CUT = CaptionSettings(clip_seconds=2)
@@ -108,7 +108,7 @@ def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):
     monkeypatch.setattr(ItemLoader, "info", lambda self, item: read.append(Path(item.path).name) or info(self, item))
     out = Output(CUT, tmp_path / "out.jsonl")
     out.begin()
-    tasks = iter(Worklist(CUT, Selection([videos]), out, Progress(), ItemLoader()))
+    tasks = iter(PendingTasks(CUT, Selection([videos]), out, Progress(), ItemLoader()))
     next(tasks)
     assert read == ["a.mp4"]
     assert places([next(tasks), next(tasks)]) == [("a.mp4", 2.0, 2.5), ("long.mp4", 0.0, 2.0)]
@@ -211,12 +211,12 @@ def test_settings_of_videos_are_part_of_the_run_and_older_fingerprints_stay():
     ("options", "message"),
     [
         ({"video_fps": 2, "video_frames": 8}, "give either video_fps or video_frames"),
-        ({"video_fps": 0}, "video_fps is 0, must be a number above 0 and at most 1000"),
-        ({"video_frames": True}, "video_frames is True, must be an integer of at least 1"),
-        ({"video_frames": 2.5}, "video_frames is 2.5, must be an integer of at least 1"),
-        ({"video_max_pixels": 0}, "video_max_pixels is 0, must be an integer of at least 1"),
-        ({"clip_seconds": float("nan")}, "clip_seconds is nan, must be a number above 0 and at most 1000000"),
-        ({"clip_seconds": "9"}, "clip_seconds is '9', must be a number above 0 and at most 1000000"),
+        ({"video_fps": 0}, "video_fps must be a number above 0 and at most 1000, got 0"),
+        ({"video_frames": True}, "video_frames must be an integer of at least 1, got True"),
+        ({"video_frames": 2.5}, "video_frames must be an integer of at least 1, got 2.5"),
+        ({"video_max_pixels": 0}, "video_max_pixels must be an integer of at least 1, got 0"),
+        ({"clip_seconds": float("nan")}, "clip_seconds must be a number above 0 and at most 1000000, got nan"),
+        ({"clip_seconds": "9"}, "clip_seconds must be a number above 0 and at most 1000000, got '9'"),
     ],
 )
 def test_wrong_settings_of_videos_are_refused(options, message):

@@ -40,9 +40,9 @@ class Selection:
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit is {self.limit}, must be at least 1")
+            raise ValueError(f"limit must be at least 1, got {self.limit}")
         if self.shard is not None and not 1 <= self.shard[0] <= self.shard[1]:
-            raise ValueError(f"shard is {self.shard[0]}/{self.shard[1]}, must be I/N with 1 <= I <= N")
+            raise ValueError(f"shard must be I/N with 1 <= I <= N, got {self.shard[0]}/{self.shard[1]}")
 
     def items(self, ignored: Counts | None = None) -> Iterator[Item]:
         """Find images and videos of this shard, in the order of `find_items`; raises ValueError if there are none."""
@@ -62,7 +62,7 @@ def shard_of(path: str, num_shards: int) -> int:
     return 1 + xxhash.xxh3_64_intdigest(path.encode("utf-8", "surrogatepass")) % num_shards
 
 
-class Worklist:
+class PendingTasks:
     """The tasks of a run, in the order in which their images are found; each task is yielded once."""
 
     def __init__(

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.progress import Progress
-from mmvllm.captioning.jobs.worklist import Selection, Worklist
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
@@ -19,7 +19,7 @@ def opened(settings: CaptionSettings, *paths, output: Path | None, retry_failed:
     try:
         out.begin()
         with closing(ItemLoader()) as loader:
-            yield out, list(Worklist(settings, Selection(list(paths), retry_failed), out, Progress(), loader))
+            yield out, list(PendingTasks(settings, Selection(list(paths), retry_failed), out, Progress(), loader))
         out.finish()
     finally:
         out.close()
