@@ -264,7 +264,7 @@ def test_adapters_must_be_enabled_and_as_many_as_requests(checkpoints, adapters,
     ):
         llm.chat(REQUESTS[1]["messages"], lora_request=[own, own])
     for wrong in ({"lora_name": ""}, {"lora_name": "a"}, {"lora_name": "a", "lora_path": 3}):
-        with pytest.raises(RequestError, match=r"lora_(name|path) is"):
+        with pytest.raises(RequestError, match=r"lora_(name|path) must be"):
             LoRARequest(**wrong)
 
 

@@ -15,14 +15,14 @@ GOOD = ask(noise_image(80, 60), "Describe this image.")
     [
         ({"pixel_values": torch.zeros(8, 1176)}, "pixel_values have shapes"),
         ({"image_grid_thw": [(1, 3, 4)]}, "multiples of 2"),
-        ({"image_grid_thw": [(0, 4, 4)]}, "must be positive"),
+        ({"image_grid_thw": [(0, 4, 4)]}, "must have positive sizes"),
         ({"image_grid_thw": [(1, 4, 4), (1, 4, 4)]}, "image"),
         ({"image_grid_thw": None}, "4 image placeholder"),
         ({"vision_placeholders": [(1, 4)]}, "not where the prompt's image tokens are"),
         ({"vision_placeholders": [(0, 3)]}, "have lengths"),
         ({"image_digests": [b"1", b"2"]}, "2 image_digests"),
         ({"image_digests": [[]]}, "each must be bytes"),
-        ({"arrival_time": "now"}, "arrival_time is 'now'"),
+        ({"arrival_time": "now"}, "arrival_time must be .*, got 'now'"),
     ],
 )
 def test_inconsistent_tensors_are_refused(changes, message, llm):

@@ -32,7 +32,7 @@ def test_a_list_begins_in_the_order_of_priority(call, checkpoint, make_llm):
 
 def test_errors_name_the_callers_index_whatever_the_priority(llm):
     requests = [ask("x"), {**ask("y"), "priority": -5, "min_pixels": 0}, ask("z")]
-    with pytest.raises(RequestError, match="request 1: min_pixels is 0"):
+    with pytest.raises(RequestError, match=r"request 1: min_pixels must be an integer .*, got 0"):
         llm.generate_multimodal(requests, SHORT)
 
 
