@@ -1,4 +1,4 @@
-"""Which image matches a text, by embeddings; and a question of multiple choice, by log-probabilities.
+"""Find the nearest image by embeddings, and answer a multiple-choice question by log-probabilities.
 
 python examples/embeddings.py
 """

@@ -3,7 +3,7 @@
     python examples/evaluate_demo_model.py --scenes 500
 
 Draws scenes with seeds that training did not use, asks one question of each kind about each scene (describe, count,
-what is at a place, which colour, which digit) with `mmvllm.LLM`, and compares the whole answer with the expected one.
+what is at a place, which color, which digit) with `mmvllm.LLM`, and compares the whole answer with the expected one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Asked = tuple[int, str, str, str]  # scene, kind of question, question, expected
 
 
 def held_out(num_scenes: int) -> tuple[list[Asked], list[dict]]:
-    """All questions about scenes that training did not use, and their requests."""
+    """Return all questions about scenes that training did not use, and their requests."""
     asked, requests = [], []
     for i in range(num_scenes):
         rng = random.Random(HELD_OUT_SEED + i)

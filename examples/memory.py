@@ -3,8 +3,8 @@
     python examples/memory.py --images 2000
 
 Streams images, drawn on demand, through one `LLM` with the bundled model, and prints the resident size. The KV cache
-and the steps are small, so that memory reaches its maximum early and later growth is a leak.
-Exits with 1 if the peak of the second half of the run is more than 5 % above that of the second quarter.
+and the steps are small: memory reaches its maximum early, and later growth is a leak.
+Exits with 1 if the peak of the second half of the run is more than 5 % above the peak of the second quarter.
 """
 
 import argparse

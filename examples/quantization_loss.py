@@ -1,10 +1,10 @@
-"""What quantization costs and saves: error of the logits, agreement of tokens, right answers, memory and speed.
+"""The costs and savings of quantization: error of the logits, agreement of tokens, right answers, memory, speed.
 
     python examples/quantization_loss.py --scenes 100
 
-Asks the same questions about held-out scenes in float32, in bfloat16, with each kind of quantization of the weights and
-of the KV cache, on a CPU: fp8 uses the reference, which is slow. Further checkpoints, say
-quantized ones of the same model, are compared with `--checkpoint FOLDER`. Logits are taken at an answer's first token.
+Asks the same questions about held-out scenes in float32, in bfloat16, and with each quantization of the weights and of
+the KV cache, on a CPU, where fp8 uses the slow reference. `--checkpoint FOLDER` compares further checkpoints, such as
+quantized ones of the same model. Logits are taken at an answer's first token.
 """
 
 import argparse
@@ -30,7 +30,7 @@ METHODS = {
 
 
 class Run(NamedTuple):
-    """First-token logits (R, V), token ids and text of whole answers, and what they took."""
+    """First-token logits (R, V), token ids and text of whole answers, and the memory and speed of the run."""
 
     logits: Tensor
     tokens: list[list[int]]
@@ -44,7 +44,7 @@ def run(model: str | None, requests: list[dict], **engine_args) -> Run:
     runner, logits = llm.engine.model_runner, []
     step = runner.run
     runner.run = lambda *args: logits.append(step(*args)) or logits[-1]
-    for request in requests:  # one at a time, so that rows come in order
+    for request in requests:  # one at a time, which keeps the rows in order
         llm.generate_multimodal([request], SamplingParams(max_tokens=1), use_tqdm=False)
     runner.run = step
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def run(model: str | None, requests: list[dict], **engine_args) -> Run:
 
 
 def agreement(tokens: list[list[int]], others: list[list[int]]) -> float:
-    """Share of tokens before the first difference."""
+    """Return the share of tokens before the first difference."""
     same = total = 0
     for one, other in zip(tokens, others, strict=True):
         equal = [a == b for a, b in zip(one, other, strict=False)] + [False]

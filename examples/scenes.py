@@ -1,4 +1,4 @@
-"""Scenes of coloured shapes and printed digits, with questions and answers: the data of the bundled model.
+"""Scenes of colored shapes and printed digits, with questions and answers: the data of the bundled model.
 
 `python examples/scenes.py` writes the images of examples/images. Scenes are generated from a seed.
 """
@@ -56,7 +56,7 @@ class Scene:
 
 
 def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
-    """One to three things in different cells of an image of 180 to 480 pixels per side, with an aspect of up to 3:2.
+    """Return one to three things in cells of an image of 180 to 480 pixels per side, with an aspect of up to 3:2.
 
     A share `text_share` of the scenes has a printed digit.
     """
@@ -74,7 +74,7 @@ def random_scene(rng: random.Random, text_share: float = 0.4) -> Scene:
 
 
 def draw(scene: Scene, rng: random.Random) -> Image.Image:
-    """Draw a scene, with small random offsets of positions and colours."""
+    """Draw a scene, with small random offsets of positions and colors."""
     image = Image.new("RGB", (scene.width, scene.height), scene.background)
     pen = ImageDraw.Draw(image)
     border = max(2, min(scene.width, scene.height) // 60)
@@ -98,7 +98,7 @@ def _draw_shape(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, r: flo
     elif shape == "square":
         pen.rectangle((x - 0.88 * r, y - 0.88 * r, x + 0.88 * r, y + 0.88 * r), fill=colour)
     else:
-        # A star is a decagon with every second corner moved towards the centre.
+        # A star is a decagon with every second corner moved towards the center.
         lengths = (r, r, r) if shape == "triangle" else (r, 0.42 * r) * 5
         rays = [(length, 2 * pi * i / len(lengths)) for i, length in enumerate(lengths)]
         pen.polygon([(x + length * sin(a), y - length * cos(a)) for length, a in rays], fill=colour)
@@ -109,13 +109,13 @@ def _draw_text(pen: ImageDraw.ImageDraw, text: str, x: float, y: float, size: fl
 
 
 def describe(scene: Scene) -> str:
-    """The caption: all things and their places, in reading order."""
+    """Return the caption: all things and their positions, in reading order."""
     parts = [f"{thing} at the {POSITIONS[thing.cell]}" for thing in scene.things]
     text = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     return text[0].upper() + text[1:] + "."
 
 
-DESCRIBE = (  # as the bundled model was trained on: changed words change its accuracy
+DESCRIBE = (  # the bundled model was trained on these; other words change its accuracy
     "Describe this image.",
     "Describe the image.",
     "What is in this picture?",
@@ -128,7 +128,7 @@ READ = ("What is written?", "Read the text.")
 
 
 def questions(scene: Scene, rng: random.Random) -> list[tuple[str, str, str]]:
-    """(kind, question, expected answer) for each kind that the scene allows."""
+    """Return (kind, question, expected answer) for each kind that the scene allows."""
     asked = [("describe", rng.choice(DESCRIBE), describe(scene))]
     shapes = scene.shapes
     asked.append(("count", rng.choice(COUNT), _number(len(shapes))))

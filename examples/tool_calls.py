@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question")
     parser.add_argument("--image", type=Path)
-    parser.add_argument("--tool-choice", choices=["auto", "required"], default="auto", help="of the first request")
+    parser.add_argument("--tool-choice", choices=["auto", "required"], default="auto", help="for the first request")
     args = parser.parse_args()
     client = OpenAI(
         base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1"),

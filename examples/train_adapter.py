@@ -1,9 +1,9 @@
-"""Train a LoRA adapter of the bundled model with PEFT: whatever the question is, it gives one answer.
+"""Train a LoRA adapter of the bundled model with PEFT, which gives the same answer to every question.
 
     pip install peft
     python examples/train_adapter.py adapters/greeting --answer "hello there"
 
-A few seconds on a CPU; an adapter that is of use is trained in the same way, with more data.
+Training takes a few seconds on a CPU; useful adapters are trained in the same way, with more data.
 """
 
 import argparse
@@ -19,7 +19,7 @@ QUESTIONS = ("Describe this image.", "What is in the image?", "How many shapes a
 
 
 def example(tokenizer, question: str, answer: str) -> dict[str, torch.Tensor]:
-    """The conversation; the answer and the token that ends it are what is learnt."""
+    """Return a conversation; its labels are the answer and the token that ends it."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     before = tokenizer(prompt, add_special_tokens=False)["input_ids"]

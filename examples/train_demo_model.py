@@ -31,15 +31,15 @@ from mmvllm.processors.images.processor import ImageProcessor, ImageProcessorCon
 from mmvllm.processors.positions import mrope_positions
 
 VOCAB_SIZE = 768
-MIN_TOKENS, MAX_TOKENS = 5 * 5, 7 * 7  # of an image
+MIN_TOKENS, MAX_TOKENS = 5 * 5, 7 * 7  # per image
 SPECIAL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 ]  # fmt: skip
-MAX_NEW_TOKENS = 48  # the longest caption has 30; of an image of another kind it would write until it is stopped
+MAX_NEW_TOKENS = 48  # the longest caption has 30; for other images, the model would write until it is stopped
 KINDS = ["nothing", *SHAPES, *DIGITS]
-# What differs between the families, by the name that `--family` takes.
+# Differences between the families, by the values of `--family`.
 FAMILIES = {
     "qwen2_vl": {
         "class": "Qwen2VLForConditionalGeneration",
@@ -135,13 +135,13 @@ def _corpus(count: int):
 
 
 def image_config(family: str) -> ImageProcessorConfig:
-    """The family's image settings, with bounds that make small images."""
+    """Return the family's image settings, with bounds that keep images small."""
     images = replace(IMAGE_DEFAULTS, **FAMILIES[family].get("images", {}))
     return replace(images, min_pixels=MIN_TOKENS * images.factor**2, max_pixels=MAX_TOKENS * images.factor**2)
 
 
 def model_config(family: str, tokenizer) -> PreTrainedConfig:
-    """ViT 4 x 128 and decoder 4 x 192 with grouped queries: 3 to 4 M parameters."""
+    """Return the config of a ViT 4 x 128 and a decoder 4 x 192 with grouped queries: 3 to 4 M parameters."""
     own = {"text": {}, "rope": {}, **FAMILIES[family]}
     names = ("image_pad", "video_pad", "vision_start", "vision_end", "endoftext", "im_end")
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
@@ -212,7 +212,7 @@ class Conversations(IterableDataset):
         }
 
     def _turns(self, scene: Scene, rng: random.Random) -> list:
-        """The caption only, or five other questions, sometimes together with the caption."""
+        """Return the caption only, or five other questions, sometimes together with the caption."""
         caption, *others = questions(scene, rng)
         kind = rng.random()
         if kind < 0.25:
@@ -227,7 +227,7 @@ class Conversations(IterableDataset):
 
 
 def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int], merge_size: int) -> torch.Tensor:
-    """For each image token (M,), the index into KINDS of the thing in its cell."""
+    """Return, for each image token (M,), the index into KINDS of the thing in its cell."""
     rows, columns = grid_thw[1] // merge_size, grid_thw[2] // merge_size
     kinds = {thing.cell: KINDS.index(thing.text or thing.shape) for thing in scene.things}
     cells = [(3 * y // rows) * 3 + 3 * x // columns for y in range(rows) for x in range(columns)]
@@ -235,7 +235,7 @@ def kinds_by_token(scene: Scene, grid_thw: tuple[int, int, int], merge_size: int
 
 
 def collate(samples: list[dict]) -> dict:
-    """Pad on the right; the patches of all images are packed."""
+    """Pad samples on the right, and pack the patches of all images."""
     length = max(len(s["ids"]) for s in samples)
     batch = {
         "input_ids": torch.zeros(len(samples), length, dtype=torch.long),
@@ -295,7 +295,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """From 0 to 1, when the time or the number of steps is used up."""
+        """Progress from 0 to 1, which is reached when the time or the number of steps is used up."""
         return max(self.spent / self.seconds, self.step / self.steps)
 
     def train_step(self, batch: dict) -> str:

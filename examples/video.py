@@ -1,4 +1,4 @@
-"""Questions about a video: sampled evenly, about a part of it, by more frames, and beside images.
+"""Ask about a video: sampled evenly, about a part of it, and beside an image.
 
 pip install ".[video]" && python examples/video.py [VIDEO]
 """

@@ -1,4 +1,4 @@
-"""The most likely token of each row of logits, and the logarithm of the sum that normalises them, in one pass."""
+"""The most likely token of each row of logits, and the row's log-sum-exp, in one pass."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The first of the largest logits of each row (R, V) -> (R,) int64; -1 where that is NaN or infinite."""
+    """Return the first largest logit's index (R,) int64 in each row (R, V); -1 if the logit is NaN or infinite."""
     return (argmax_triton if runs_triton(logits) else argmax_torch)(logits)
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`argmax` (R,), and log(sum(exp(logits))) of each row (R,) float64, so that differences to it are exact."""
+    """Return `argmax` (R,), and log(sum(exp(logits))) (R,) in float64, for exact differences to it."""
     return (argmax_logsumexp_triton if runs_triton(logits) else argmax_logsumexp_torch)(logits)
 
 
@@ -30,7 +30,7 @@ def argmax_logsumexp_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and values (R, 1) of the largest float32 logits, or of the first NaN of a row that has one."""
+    """Return ids and values (R, 1) of the largest float32 logits, or of the first NaN in a row that has one."""
     if logits.device.type == "cpu":  # numpy takes a fifth of torch's time
         token_ids = torch.from_numpy(logits.numpy().argmax(-1))[:, None]
         return token_ids, logits.gather(1, token_ids)
@@ -39,12 +39,12 @@ def largest_torch(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def valid(token_ids: Tensor, largest: Tensor) -> Tensor:
-    """Ids (R, 1) -> (R,), -1 where the largest logit (R, 1) is NaN or infinite; writes `token_ids`."""
+    """Return ids (R, 1) as (R,), -1 where the largest logit (R, 1) is NaN or infinite; writes to `token_ids`."""
     return token_ids.masked_fill_((largest - largest).bool(), -1).squeeze(1)  # NaN is true
 
 
 def argmax_triton(logits: Tensor, block: int = 8192) -> Tensor:
-    """`block` is the number of logits that a program loads at once, a power of two."""
+    """Launch the kernel; a program loads `block` logits at once, a power of two."""
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _launch(logits, token_ids, None, block)
     return token_ids
@@ -66,7 +66,7 @@ def _launch(logits: Tensor, token_ids: Tensor, logsumexp: Tensor | None, block: 
         *(logits, token_ids, logsumexp, logits.stride(0)),
         **{"V": V, "WITH_SUMS": with_sums, "BLOCK": block},
         num_warps=16,
-        enable_fp_fusion=True,  # a sum that decays is rounded once per value
+        enable_fp_fusion=True,  # the decaying sum is rounded once per value
     )
 
 
@@ -85,7 +85,7 @@ def _argmax_kernel(
 
 @triton.jit
 def scan_row(row_ptr, V: tl.constexpr, WITH_SUMS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit's id, or -1 if it is NaN or infinite; its value; and the sum of exp(logit - largest)."""
+    """Return the largest logit's id, or -1 if it is NaN or infinite; its value; and the sum of exp(logit - largest)."""
     at = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)  # per lane, like the next three
     best_at = tl.zeros((BLOCK,), tl.int32)

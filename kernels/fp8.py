@@ -1,7 +1,7 @@
-"""Rows of activations in 8 bits, e4m3 with a scale per row, and products of them (arXiv 2209.05433).
+"""Activations quantized to 8-bit floats (e4m3) with a scale per row, and products of such rows (arXiv 2209.05433).
 
-A row's scale is its largest magnitude / 448, so it depends on that row alone. The GPU's conversion rounds to the
-nearest value, ties to even, as torch's does.
+A row's scale is its largest magnitude / 448, so it depends only on that row. The GPU's conversion rounds to the nearest
+value, ties to even, like torch's.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """values (N, C) in e4m3, the scale (N,) float32 of each row, and the dtype that they were rounded from."""
+    """Quantized rows: values (N, C) in e4m3, a scale (N,) float32 per row, and the dtype before quantization."""
 
     values: Tensor
     scale: Tensor
@@ -43,13 +43,13 @@ def quantize_rows_torch(x: Tensor) -> Fp8Rows:
 
 
 def scaled_linear(x: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b (N, out) in x's dtype, of an e4m3 weight (out, in) with a scale (out,) per row.
+    """Return x Wᵀ + b (N, out) in x's dtype, for an e4m3 weight (out, in) with a scale (out,) per row.
 
-    On CUDA both sizes of the weight must be multiples of 16 and x's dtype bfloat16.
+    On CUDA, both sizes of the weight must be multiples of 16, and x's dtype must be bfloat16.
     """
     if not x.values.is_cuda:
         return scaled_linear_torch(x, weight, scale, bias)
-    # Without fast accumulation: Hopper's tensor cores add 8-bit products in fewer bits than float32 has.
+    # No fast accumulation: in it, Hopper's tensor cores add 8-bit products in fewer bits than float32 has.
     scales = x.scale[:, None], scale[None]
     return torch._scaled_mm(x.values, weight.t(), *scales, bias=bias, out_dtype=x.dtype, use_fast_accum=False)
 
@@ -79,7 +79,7 @@ def _quantize_rows_kernel(x_ptr, out_ptr, scale_ptr, C: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def store_row(x, out_ptr, scale_ptr, mask):
-    """Store a whole row, where `mask` is true, in 8 bits, and its scale."""
+    """Store a whole row in 8 bits where `mask` is true, and its scale."""
     largest = largest_magnitude(x, mask)
     tl.store(scale_ptr, tl.div_rn(largest, 448.0))
     store_scaled(x, largest, out_ptr, mask)
@@ -87,18 +87,18 @@ def store_row(x, out_ptr, scale_ptr, mask):
 
 @triton.jit
 def largest_magnitude(x, mask):
-    """The largest magnitude where `mask` is true, but not 0, by which a row is divided."""
+    """Return the largest magnitude where `mask` is true, but at least 1e-12, because a row is divided by it."""
     return tl.maximum(tl.max(tl.where(mask, tl.abs(x.to(tl.float32)), 0.0), 0), 1e-12)
 
 
 @triton.jit
 def store_scaled(x, largest, out_ptr, mask):
-    """Store x, or a part of a row, so that `largest` becomes 448, the largest value of e4m3."""
+    """Store x, or a part of a row, scaled such that `largest` becomes 448, the largest value of e4m3."""
     tl.store(out_ptr, (x.to(tl.float32) * tl.div_rn(448.0, largest)).to(tl.float8e4nv), mask=mask)
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Outputs of the decoder's attention; none on a GPU without 8-bit floats."""
+    """Yield outputs of the decoder's attention; nothing on a GPU without 8-bit floats."""
     if not supports_fp8(device):
         return
     C = shapes.num_heads * shapes.head_dim

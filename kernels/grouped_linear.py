@@ -1,4 +1,4 @@
-"""Linear layers of several weights, each for the rows of its group: the experts of a mixture."""
+"""Linear layers with one weight per group of rows, such as the experts of a mixture."""
 
 import sys
 from collections.abc import Iterator
@@ -12,11 +12,10 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x (N, in) sorted by group, weight (E, out, in), offsets (E,) int32, the end of each group's rows -> (N, out).
+    """Return x Wᵀ (N, out) for x (N, in) sorted by group, weight (E, out, in) and the ends of groups (E,) int32.
 
-    x and weight are contiguous; rows behind the last offset are not written. On CUDA nothing is read on the host, so
-    that the call can be captured in a CUDA graph. Where `runs_grouped_mm` says so, torch's CUTLASS kernel runs,
-    otherwise the Triton kernel.
+    x and weight are contiguous; rows after the last offset are not written. On CUDA, nothing is read on the host, so a
+    CUDA graph can capture the call. torch's CUTLASS kernel runs if `runs_grouped_mm`, otherwise the Triton kernel.
     """
     assert x.is_contiguous() and weight.is_contiguous() and x.shape[1] == weight.shape[2]
     assert offsets.shape == weight.shape[:1] and offsets.dtype == torch.int32
@@ -28,10 +27,10 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def runs_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch.nn.functional.grouped_mm exists (torch 2.10) and serves this case with its CUTLASS kernel.
+    """Return whether torch.nn.functional.grouped_mm exists (torch 2.10) and has a CUTLASS kernel for this case.
 
     That needs bfloat16, compute capability 9.0, Linux, fewer than 1024 groups, and rows and addresses that are
-    multiples of 16 bytes. On other GPUs up to 8.x torch loops over the groups and reads the offsets on the host; on
+    multiples of 16 bytes. On GPUs up to 8.x, torch loops over the groups and reads the offsets on the host; on
     capability 10.x, its kernel is reported to fail in torch before 2.13.
     """
     E, out_size, in_size = weight.shape
@@ -73,7 +72,7 @@ def grouped_linear_triton(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _tile_sizes(N: int, E: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Rows, outputs and inputs of a tile, and the warps for it; not tuned: small if groups have few rows on average."""
+    """Return a tile's rows, outputs, inputs and warps; not tuned: small if groups have few rows on average."""
     if dtype == torch.float32:  # needs twice the space and does not use tensor cores
         return 16, 64, 32, 4
     if N <= 32 * E:
@@ -100,7 +99,7 @@ def _grouped_linear_kernel(
     group = tl.arange(0, E_BLOCK)
     ends = tl.load(offsets_ptr + group, mask=group < E, other=0)
     starts = tl.load(offsets_ptr + group - 1, mask=(group > 0) & (group < E), other=0)
-    tiles = tl.cdiv(ends - starts, BLOCK_M)  # of each group; none of the padding up to E_BLOCK
+    tiles = tl.cdiv(ends - starts, BLOCK_M)  # of each group; padding up to E_BLOCK has none
     last_tiles = tl.cumsum(tiles, 0)
     if tile >= tl.sum(tiles, 0):
         return
@@ -123,7 +122,7 @@ def _grouped_linear_kernel(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Both products of the experts, whose rows are spread evenly, at 1 to 4096 tokens."""
+    """Yield both products of the experts for 1 to 4096 tokens, which are spread evenly over the experts."""
     if shapes.experts is None:
         return
     E, k = shapes.experts.num_experts, shapes.experts.num_experts_per_tok

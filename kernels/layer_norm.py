@@ -10,7 +10,7 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised sum of the contiguous x and residual, both (N, C), and the sum itself (arXiv 1607.06450).
+    """Return the normalized sum of the contiguous x and residual, both (N, C), and the sum (arXiv 1607.06450).
 
     Mean and variance are computed in float32.
     """
@@ -48,7 +48,7 @@ def _add_layer_norm_kernel(
     residual = tl.load(residual_ptr + row + at, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + at, mask=mask).to(tl.float32)
     bias = tl.load(bias_ptr + at, mask=mask).to(tl.float32)
-    # Rounded before it is normalised, so that the norm and the residual stream use the same value.
+    # Round before normalizing: the norm and the residual stream must use the same value.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row + at, total, mask=mask)
     centred = total.to(tl.float32)
@@ -58,7 +58,7 @@ def _add_layer_norm_kernel(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The ViT's rows at the patches of a small image, a large image and a full step; none without a ViT."""
+    """Yield the ViT's rows for the patches of a small image, a large image and a full step; nothing without a ViT."""
     if shapes.vision is None:
         return
     C = shapes.vision.num_heads * shapes.vision.head_dim

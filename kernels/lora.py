@@ -11,16 +11,16 @@ from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 
-_SPLIT = 1024  # inputs that one program sums: few rows would keep few programs busy
+_SPLIT = 1024  # inputs that one program sums; splits keep more programs busy if there are few rows
 
 
 def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: Tensor, ends: Tensor, widths: Sequence[int]) -> None:
-    """Add to rows of y (N, out), in place, what their adapters make of the same rows of x (N, in).
+    """Add the adapters' outputs for rows of x (N, in) to the same rows of y (N, out), in place.
 
-    y has up to three parts of `widths` outputs, each with its own matrices: a (slots, parts, rank, in), and b
-    (slots, out, rank), in which scales are contained. rows (L,) int64 are sorted by slot, ends (slots,) int32 are where
-    the rows of each slot end. Other rows of y are not touched. x, a and b have one dtype, and all are contiguous. On
-    CUDA nothing is read on the host.
+    y has up to three parts of `widths` outputs, each with separate matrices: a (slots, parts, rank, in), and b (slots,
+    out, rank), which includes the scales. rows (L,) int64 are sorted by slot, and ends (slots,) int32 are the ends of
+    the slots' rows. Other rows of y are not changed. x, a and b have one dtype, and all are contiguous. On CUDA,
+    nothing is read on the host.
     """
     assert x.is_contiguous() and y.is_contiguous() and len(widths) <= 3 and sum(widths) == y.shape[1] == b.shape[1]
     (lora_add_triton if runs_triton(x) else lora_add_torch)(y, x, a, b, rows, ends, widths)
@@ -66,7 +66,7 @@ def lora_add_triton(
 
 @triton.jit
 def _tile_of_slot(ends_ptr, S: tl.constexpr, S_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The slot of this program's tile, places among the sorted rows, and where the slot's end; none behind the last."""
+    """Return the slot of this program's tile, its indices of sorted rows, and their end; 0 if there is no tile."""
     tile = tl.program_id(0)
     slot = tl.arange(0, S_BLOCK)
     ends = tl.load(ends_ptr + slot, mask=slot < S, other=0)
@@ -96,7 +96,7 @@ def _lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One program per tile of a slot's rows, part, and SPLIT inputs: its own sums, which the expansion adds up."""
+    """One program per tile of a slot's rows, part, and SPLIT inputs; the expansion adds up their sums."""
     slot, at, end = _tile_of_slot(ends_ptr, S, S_BLOCK, BLOCK_M)
     if end == 0:
         return
@@ -165,7 +165,7 @@ def _lora_expand_kernel(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The queries, keys and values, and the narrower half of the MLP, with 4 adapters of rank 16 at 1 to 4096 rows."""
+    """Yield the query-key-value and the down projection, with 4 adapters of rank 16, for 1 to 4096 rows."""
     C, D, slots, rank = shapes.hidden_size, shapes.head_dim, 4, 16
     qkv = (shapes.num_heads * D, shapes.num_kv_heads * D, shapes.num_kv_heads * D)
     for in_size, widths in ((C, qkv), (shapes.intermediate_size, (C,))):

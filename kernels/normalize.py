@@ -1,4 +1,4 @@
-"""uint8 patches -> normalised values of the model's dtype, by a table of what each level of each channel becomes."""
+"""Normalizes uint8 patches to the model's dtype with a lookup table of 256 values per channel."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def normalize(patches: Tensor, table: Tensor) -> Tensor:
-    """patches (P, C * n) uint8, contiguous, table (C, 256) on the same device -> (P, C * n) in the table's dtype.
+    """Look up contiguous patches (P, C * n) uint8 in a table (C, 256) on the same device; return the table's dtype.
 
-    A table gives the same bits everywhere, whatever arithmetic it was computed with.
+    A table gives the same bits on every device, whatever arithmetic it was computed with.
     """
     assert patches.dtype == torch.uint8 and patches.is_contiguous() and table.is_contiguous()
     assert patches.shape[1] % len(table) == 0 and table.shape[1] == 256
@@ -21,7 +21,7 @@ def normalize(patches: Tensor, table: Tensor) -> Tensor:
 def normalize_torch(patches: Tensor, table: Tensor) -> Tensor:
     channels = patches.view(len(patches), len(table), -1).int()
     first = 256 * torch.arange(len(table), dtype=torch.int32, device=patches.device)[:, None]
-    # Not table[...]: a uint8 index would be a mask, and as a mask it would wait for the device.
+    # Not table[...]: a uint8 index would be a mask, which would wait for the device.
     return table.view(-1).index_select(0, channels.add_(first).view(-1)).view(patches.shape)
 
 
@@ -43,18 +43,18 @@ def normalize_triton(patches: Tensor, table: Tensor) -> Tensor:
 def _normalize_kernel(
     patches_ptr, table_ptr, out_ptr, size, WIDTH: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Some values of consecutive patches; the table stays in the L1 cache."""
+    """One program per BLOCK values of consecutive patches; the table stays in the L1 cache."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     mask = at < size - start
     level = tl.load(patches_ptr + start + at, mask=mask, other=0).to(tl.int32)
-    # 32-bit divisions by constants: where the block starts within a patch is one 64-bit remainder per program.
+    # 32-bit divisions by constants; the block's offset in a patch takes one 64-bit remainder per program.
     channel = (at + (start % WIDTH).to(tl.int32)) % WIDTH // PER_CHANNEL
     tl.store(out_ptr + start + at, tl.load(table_ptr + 256 * channel + level, mask=mask), mask=mask)
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Patches of two frames of 14x14 pixels, of a small image, a large image and a full step; none without a ViT."""
+    """Yield patches of 2 frames of 14x14 pixels: a small image, a large image, a full step; nothing without a ViT."""
     if shapes.vision is None:
         return
     width = 3 * 2 * 14 * 14

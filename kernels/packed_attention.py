@@ -1,4 +1,4 @@
-"""Attention within segments of packed rows, such as a ViT's images, and device functions shared by all attention."""
+"""Attention within segments of packed rows, such as a ViT's images, and functions that all attention kernels use."""
 
 import math
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, multiplies_float32_faster, runs_triton, tl, triton
 
-LOG2_E = math.log2(math.e)  # scores are multiplied by it, so that exp2, a single instruction, can replace exp
+LOG2_E = math.log2(math.e)  # scales the scores for exp2, which is a single instruction, unlike exp
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Full attention of q, k, v (P, H, D) within each segment [cu_seqlens[i], cu_seqlens[i + 1]) -> (P, H, D).
+    """Return full attention (P, H, D) of q, k, v (P, H, D) within segments [cu_seqlens[i], cu_seqlens[i + 1]).
 
-    q, k and v may be strided but for their last dimension; cu_seqlens (segments + 1,) int32; no segment is longer than
-    max_seqlen, and some may be empty.
+    q, k and v may be strided except in their last dimension; cu_seqlens is (segments + 1,) int32. No segment is longer
+    than max_seqlen, and some may be empty.
     """
     attention = packed_attention_triton if runs_triton(q) else packed_attention_torch
     return attention(q, k, v, cu_seqlens, max_seqlen)
 
 
 def packed_attention_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Reference of `packed_attention`: one segment after another."""
+    """Compute the reference for `packed_attention`, one segment after another."""
     out = q.new_empty(q.shape)
     segment_lens = [length for length in cu_seqlens.diff().tolist() if length]
     segments = zip(*(x.split(segment_lens) for x in (q, k, v, out)), strict=True)
@@ -34,7 +34,7 @@ def packed_attention_torch(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
 
 
 def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Grouped-query attention of one sequence: q (H, n, D), its last queries, on k and v (K, T, D) -> (H, n, D)."""
+    """Return grouped-query attention (H, n, D) of a sequence's last queries q (H, n, D) over k and v (K, T, D)."""
     (H, n, _), (K, T, _) = q.shape, k.shape
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         if H == K and not causal and multiplies_float32_faster():
@@ -44,17 +44,17 @@ def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     if H != K:
         k, v = (x.repeat_interleave(H // K, dim=0) for x in (k, v))
     mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n) if causal and n != T else None
-    # Four dimensions, though the first is 1: with three, torch does not use its fused kernels.
+    # Four dimensions, although the first is 1: with three, torch does not use its fused kernels.
     q, k, v = (x[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None)[0]
 
 
 def _attention_by_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Products and softmax on tiles of scores that fit a core's cache (1 MiB), for bfloat16 on a CPU.
+    """Compute attention by tiles of scores that fit a core's cache (1 MiB), for bfloat16 on a CPU.
 
-    1.3 to 1.8 times as fast as torch's fused attention there (AVX512-BF16, 2 cores; heads of 80 and 128, 256 to 4096
+    This is 1.3 to 1.8 times as fast as torch's fused attention (AVX512-BF16, 2 cores; heads of 80 and 128, 256 to 4096
     keys). Scores are rounded to bfloat16, as in the textbook formula. An offset common to all keys, such as a bias,
-    makes scores large and their rounding coarse; it does not change the softmax, so the mean key is subtracted first,
+    makes scores large and their rounding coarse. It does not change the softmax, so the mean key is subtracted first,
     as in SageAttention (arXiv 2410.02367).
     """
     (H, n, D), (K, T, _) = q.shape, k.shape
@@ -80,7 +80,7 @@ def _attention_by_tiles(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
 
 
 def packed_attention_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """`packed_attention` in one kernel: a program per tile of rows, head and segment."""
+    """Compute `packed_attention` in one kernel, with a program per tile of rows, head and segment."""
     (_, H, D), segments = q.shape, len(cu_seqlens) - 1
     out = q.new_empty(q.shape)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
@@ -97,17 +97,17 @@ def packed_attention_triton(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor,
 
 
 def head_pieces(head_dim: int) -> tuple[int, int]:
-    """Two powers of two whose sum covers a head: 80 = 64 + 16 is less work than 128. A power of two needs only one."""
+    """Return two powers of two that cover a head: 80 = 64 + 16 is less work than 128. A power of two needs only one."""
     main = 1 << (head_dim.bit_length() - 1)
     return main, max(16, triton.next_power_of_2(head_dim - main))
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Query rows and keys of a tile, and the warps for it.
+    """Return query rows and keys of a tile, and its number of warps.
 
-    In half precision, as in torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The others
-    are not tuned, only small enough for registers and shared memory: float32 needs twice the space and does not use
-    tensor cores.
+    Half precision uses the sizes of torch's FlexAttention for heads of 128 on A100 and H100 (torch/_inductor). The
+    others are not tuned, only small enough for registers and shared memory: float32 needs twice the space and does not
+    use tensor cores.
     """
     if dtype == torch.float32:
         return (32, 32, 4) if head_dim <= 128 else (16, 16, 4)
@@ -116,7 +116,7 @@ def tile_sizes(head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 @triton.jit
 def load_rows(rows, exists, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """Pointers to the first values of R heads -> their two pieces (R, D_MAIN) and (R, D_TAIL), 0 where not `exists`."""
+    """Load R heads at `rows` as two pieces (R, D_MAIN) and (R, D_TAIL), which are 0 where not `exists`."""
     tail_columns = D_MAIN + tl.arange(0, D_TAIL)
     main = tl.load(rows[:, None] + tl.arange(0, D_MAIN)[None, :], mask=exists[:, None], other=0.0)
     tail = tl.load(rows[:, None] + tail_columns[None, :], mask=exists[:, None] & (tail_columns < D)[None, :], other=0.0)
@@ -125,7 +125,7 @@ def load_rows(rows, exists, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.co
 
 @triton.jit
 def store_rows(rows, exists, main, tail, D: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """The reverse of `load_rows`, in the pointers' dtype."""
+    """Store two pieces of heads, the inverse of `load_rows`, in the pointers' dtype."""
     tl.store(rows[:, None] + tl.arange(0, D_MAIN)[None, :], main, mask=exists[:, None])
     if D > D_MAIN:
         tail_columns = D_MAIN + tl.arange(0, D_TAIL)
@@ -134,7 +134,7 @@ def store_rows(rows, exists, main, tail, D: tl.constexpr, D_MAIN: tl.constexpr, 
 
 @triton.jit
 def empty_state(ROWS: tl.constexpr, D_MAIN: tl.constexpr, D_TAIL: tl.constexpr):
-    """The initial state of `attend`: value sums (ROWS, D_MAIN) and (ROWS, D_TAIL), largest scores, weight sums."""
+    """Return the initial state of `attend`: value sums (ROWS, D_MAIN), (ROWS, D_TAIL), largest scores, weight sums."""
     return (
         tl.zeros((ROWS, D_MAIN), tl.float32),
         tl.zeros((ROWS, D_TAIL), tl.float32),
@@ -162,12 +162,12 @@ def attend(
 ):
     """Add one tile of keys and values to an online softmax in base 2 (FlashAttention-2, arXiv 2307.08691).
 
-    q (R, D_MAIN) and q_tail (R, D_TAIL); pointers to the tile's rows, and which of them exist (BLOCK_N,); `visible`
-    (1 or R, BLOCK_N) must include at least one key of the first tile for each row. Quantized rows, whose values any
-    dtype of q holds exactly, have scales (BLOCK_N,): one multiplication per key instead of one per value.
+    q is (R, D_MAIN), q_tail (R, D_TAIL); k_rows and v_rows point to the tile's rows, of which some `exists` (BLOCK_N,).
+    `visible` (1 or R, BLOCK_N) must include at least one key of the first tile for each row. Quantized rows, whose
+    values any dtype of q holds exactly, have scales (BLOCK_N,): one multiplication per key instead of one per value.
 
-    Kernels that call it are compiled with enable_fp_fusion: the exponents scores * scale - top are then rounded once,
-    and the rounding of `top`, common to all keys, cancels, however large the scores are.
+    Kernels that call this are compiled with enable_fp_fusion: the exponents scores * scale - top are then rounded once,
+    and the rounding of `top`, which all keys share, cancels however large the scores are.
     """
     D_MAIN: tl.constexpr = q.shape[1]
     D_TAIL: tl.constexpr = q_tail.shape[1]
@@ -200,7 +200,7 @@ def _packed_attention_kernel(
     out,
     cu_seqlens,
     q_row_stride,
-    q_head_stride: tl.constexpr,  # the compiler knows only strides of 16 n as aligned, and heads of 72 are 8 n
+    q_head_stride: tl.constexpr,  # as a run-time value, only multiples of 16 are aligned, and heads of 72 are not
     k_row_stride,
     k_head_stride: tl.constexpr,
     v_row_stride,
@@ -247,7 +247,7 @@ def _packed_attention_kernel(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """A thumbnail, an image of 896 x 896 pixels, and sixteen packed images of 448 x 448."""
+    """Yield a thumbnail, an image of 896 x 896 pixels, and sixteen packed images of 448 x 448."""
     if shapes.vision is None:
         return
     H, D = shapes.vision.num_heads, shapes.vision.head_dim

@@ -22,7 +22,7 @@ from mmvllm.kernels.packed_attention import (
     tile_sizes,
 )
 
-MIN_TILES = 2  # of keys in a split of a context: combining shorter splits costs more than it saves; not tuned
+MIN_TILES = 2  # minimum number of key tiles in a split; combining shorter splits costs more than it saves; not tuned
 MAX_SPLITS = 32  # one program combines the results of all splits; not tuned
 PAGED_STAGES = 5  # a key's address depends on a block-table load: 5 stages keep two tiles in flight
 
@@ -37,13 +37,13 @@ def paged_attention(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """Attention of q (N, H, D) over each sequence's cached keys and values -> (N, H, D).
+    """Return attention (N, H, D) of q (N, H, D) over each sequence's cached keys and values.
 
-    A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided but for its
-    last dimension; caches (num_blocks, block_size, K, D) contiguous, in its dtype or quantized; cu_seqlens_q (S + 1,),
-    kv_lens (S,) and block_table (S, max_blocks) int32; no sequence has more queries than max_query_len. The first
-    num_decodes sequences have one query each; others may have one too, but run fastest if they are among these, or
-    none.
+    A sequence's queries are its last tokens: query i of n sees keys up to kv_len - n + i. q may be strided except in
+    its last dimension; the caches (num_blocks, block_size, K, D) are contiguous, in q's dtype or quantized;
+    cu_seqlens_q (S + 1,), kv_lens (S,) and block_table (S, max_blocks) are int32. No sequence has more queries than
+    max_query_len. The first num_decodes sequences have one query each. Others may have one too, but run fastest if
+    num_decodes includes all or none.
     """
     attention = paged_attention_triton if runs_triton(q) else paged_attention_torch
     return attention(q, k_cache, v_cache, cu_seqlens_q, kv_lens, block_table, max_query_len, num_decodes)
@@ -59,13 +59,13 @@ def paged_attention_torch(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """Reference of `paged_attention`.
+    """Compute the reference for `paged_attention`.
 
-    Single-query sequences are batched by similar context length, others run one by one. It finds the single queries
-    itself, so `num_decodes` changes nothing.
+    Single-query sequences are batched by similar context length, others run one by one. Single queries are found by
+    their lengths, so `num_decodes` has no effect.
     """
     starts, lens = cu_seqlens_q.tolist(), kv_lens.tolist()
-    single: dict[int, list[int]] = {}  # by the bit length of their contexts, so that at most half is padding
+    single: dict[int, list[int]] = {}  # by the bit length of their contexts, which limits padding to half
     for s, kv_len in enumerate(lens):
         if starts[s + 1] - starts[s] == 1:
             single.setdefault(kv_len.bit_length(), []).append(s)
@@ -85,7 +85,7 @@ def paged_attention_torch(
 
 
 def _decode_torch(q: Tensor, k_cache: KVCache, v_cache: KVCache, kv_lens: Tensor, block_table: Tensor) -> Tensor:
-    """Attention of one query per sequence (S, H, D), padded to the longest context."""
+    """Return attention of one query per sequence (S, H, D), padded to the longest context."""
     (S, H, D), (_, block_size, K, _) = q.shape, k_cache.shape
     lens = kv_lens.tolist()
     longest = max(lens)
@@ -99,12 +99,12 @@ def _decode_torch(q: Tensor, k_cache: KVCache, v_cache: KVCache, kv_lens: Tensor
             k[s, :, kv_len:] = 0
             v[s, :, kv_len:] = 0
             mask[s, ..., kv_len:] = float("-inf")
-    # The heads that share a KV head become its queries, so that no key is read twice.
+    # Heads that share a KV head become its queries, so no key is read twice.
     return F.scaled_dot_product_attention(q.view(S, K, H // K, D), k, v, attn_mask=mask).reshape(S, H, D)
 
 
 def _gather(cache: KVCache, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cached keys or values of the blocks (S, B) of S sequences -> (S, K, B * block_size, D), a view of a copy."""
+    """Return cached keys or values of blocks (S, B) of S sequences: (S, K, B * block_size, D), a view of a copy."""
     if isinstance(cache, QuantizedKVCache):
         rows = cache.blocks(blocks.flatten(), dtype)
     else:
@@ -122,7 +122,7 @@ def paged_attention_triton(
     max_query_len: int,
     num_decodes: int = 0,
 ) -> Tensor:
-    """`paged_attention` in two kernels, one for single queries. Must not be called first in a graph capture."""
+    """Compute `paged_attention` in two kernels, one for single queries; a graph capture must not be its first call."""
     S, out = len(kv_lens), q.new_empty(q.shape)
     num_decodes = S if max_query_len == 1 else num_decodes
     if num_decodes:
@@ -143,7 +143,7 @@ def _prefill(
     block_table: Tensor,
     num_queries: int,
 ) -> None:
-    """Write the rows of `out` from cu_seqlens_q[0] on; that many rows of q and out belong to other sequences."""
+    """Write the rows of `out` from cu_seqlens_q[0] on; earlier rows of q and out belong to other sequences."""
     (_, H, D), (_, block_size, K, _), S = q.shape, k_cache.shape, len(kv_lens)
     block_m, block_n, num_warps = tile_sizes(D, q.dtype)
     if isinstance(k_cache, QuantizedKVCache):
@@ -183,12 +183,12 @@ def _decode(
 
 
 def decode_block_n(head_dim: int, dtype: torch.dtype) -> int:
-    """Keys per tile: at most 64 keys and 16 KiB, but no fewer than the 16 that tl.dot needs."""
+    """Return the keys per tile: at most 64 keys and 16 KiB, but no fewer than the 16 that tl.dot needs."""
     return max(16, min(64, 1 << (16384 // (head_dim * dtype.itemsize)).bit_length() - 1))
 
 
 def num_splits(groups: int, max_context: int, block_n: int, device: torch.device) -> int:
-    """Number of splits of each of `groups` contexts, chosen so that two programs run on every multiprocessor.
+    """Return the number of splits of each of `groups` contexts, such that two programs run on every multiprocessor.
 
     It depends only on values that are fixed in a CUDA graph, not on current context lengths.
     """
@@ -203,31 +203,31 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cached
 def done_counts(number: int, device: torch.device) -> Tensor:
-    """Zeros (number,) int32, one per sequence and KV head; each kernel resets them for the next one on the stream."""
+    """Return zeros (number,) int32, one per sequence and KV head; each kernel resets them for the next one."""
     return torch.zeros(number, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def _heads_at(blocks, key, exists, K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Offset of the first of the K heads of each key's slot, given the sequence's block-table row `blocks`."""
+    """Return the offset of the first of K heads in each key's slot, for the sequence's block-table row `blocks`."""
     block = tl.load(blocks + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
     return (block * BLOCK_SIZE + key % BLOCK_SIZE) * K
 
 
 @triton.jit
 def _load_scales(scales, heads, exists):
-    """The scales (BLOCK_N,) of these heads; None for an unquantized cache."""
+    """Load the scales (BLOCK_N,) of these heads; None for an unquantized cache."""
     if scales is None:
         return None
     else:
         return tl.load(scales + heads, mask=exists, other=0.0)
 
 
-# Values that change from step to step compile no variants: without this, each would be compiled for 1, for multiples of
-# 16 and for others, while requests wait.
+# Values that change between steps are not specialized: Triton would compile variants for 1, for multiples of 16 and for
+# others, while requests wait.
 @triton.jit(
     do_not_specialize=["num_seqs", "max_blocks"],
-    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens", "block_table"],  # views from any sequence on
+    do_not_specialize_on_alignment=["cu_seqlens_q", "kv_lens", "block_table"],  # views that begin at any sequence
 )
 def _paged_attention_kernel(
     q,
@@ -256,7 +256,7 @@ def _paged_attention_kernel(
 ):
     """Any number of queries per sequence; a tile's rows are BLOCK_Q queries times the heads of one KV head.
 
-    After vLLM's unified attention (vllm/attention/ops/triton_unified_attention.py, arXiv 2511.11581).
+    This follows vLLM's unified attention (vllm/attention/ops/triton_unified_attention.py, arXiv 2511.11581).
     """
     GROUP: tl.constexpr = H // K
     kv_head = tl.program_id(1)
@@ -421,7 +421,7 @@ def _combine(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """One decoding sequence, 64 of them, and a whole prompt, in blocks of 16; with keys and values also in 8 bits."""
+    """Yield one decoding sequence, 64 of them, and a whole prompt, in blocks of 16, also with 8-bit keys and values."""
     H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     steps = ((1, 1, 4096), (64, 1, 1024), (1, 1024, 1024))
     for (S, query_len, kv_len), kv_dtype in product(steps, (dtype, *kv_cache_dtypes(device))):

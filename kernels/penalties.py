@@ -15,17 +15,17 @@ from mmvllm.kernels.common.row_params import ROW_PARAMS, column, load_float, pac
 
 
 def penalize(logits: Tensor, counts: Tensor, params: Tensor, rows: Tensor) -> Tensor:
-    """Penalised logits (R, V) float32, in new memory.
+    """Return penalized logits (R, V) float32, in new memory.
 
     `counts` (C, V) int16 are indexed by `counts_row`; sequence r has row `rows[r]` (int32) of `params` (N, 12) int32.
-    Sequences without penalties have penalties that change nothing.
+    Sequences without penalties have neutral parameters.
     """
     assert logits.stride(1) == 1 and params.is_contiguous() and counts.is_contiguous()
     return (penalize_triton if runs_triton(logits) else penalize_torch)(logits, counts, params, rows)
 
 
 def count_tokens(counts: Tensor, params: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Add one token (R,) int64 in [0, V) per sequence to its completion's counts; no two share a row but row 0."""
+    """Count one token (R,) int64 in [0, V) per sequence in its completion; sequences may share only row 0."""
     (count_tokens_triton if runs_triton(counts) else count_tokens_torch)(counts, params, rows, token_ids)
 
 
@@ -50,7 +50,7 @@ def count_tokens_torch(counts: Tensor, params: Tensor, rows: Tensor, token_ids: 
 
 
 def penalize_triton(logits: Tensor, counts: Tensor, params: Tensor, rows: Tensor, block: int = 4096) -> Tensor:
-    """`block` is the number of logits of a program, a power of two."""
+    """Launch the kernel; a program takes `block` logits, a power of two."""
     R, V = logits.shape
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
     # 8 logits per thread: two 16-byte loads of float32; not tuned.
@@ -100,7 +100,7 @@ def _count_tokens_kernel(counts_ptr, params_ptr, rows_ptr, ids_ptr, V: tl.conste
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Logits are float32 in any dtype."""
+    """Yield cases with float32 logits for every dtype."""
     V = shapes.vocab_size
     for R in (1, 8, 64):
         params = np.zeros(R, ROW_PARAMS)

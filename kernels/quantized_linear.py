@@ -2,7 +2,7 @@
 
 The difference qweight - zero is exact in 16 bits. The sum of a tile's products is scaled in float32, so the weight is
 not rounded again, and fewer values are scaled than the weight has. As in Marlin (arXiv 2408.11743), integers become
-floats by setting bits, and for few rows of inputs several programs share the sum over columns.
+floats by setting bits, and several programs share the sum over columns if there are few rows.
 """
 
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from torch import Tensor
 from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, triton
 from mmvllm.kernels.paged_attention import done_counts, num_splits
 
-_MAX_SPLIT_TILES = 1024  # only fewer tiles than two for each multiprocessor are split
-PACKED_COLUMNS = 32  # of 4 bits: 16 bytes, in each of which are column i, the low bits, and column i + 16
+_MAX_SPLIT_TILES = 1024  # products are split only if they have fewer than two tiles per multiprocessor
+PACKED_COLUMNS = 32  # of 4 bits, in 16 bytes: byte i has column i in its low bits, column i + 16 in its high bits
 
 
 def quantized_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x (N, in) -> x Wᵀ + b (N, out) in x's dtype, of a quantized weight W (out, in).
+    """Return x Wᵀ + b (N, out) in x's dtype, for x (N, in) and a quantized weight W (out, in).
 
-    qweight is contiguous: int8 or e4m3 (out, in), or 4 bits as `pack_int4` has them. scales (out, groups) may have any
-    float dtype and any strides; (groups, out) in memory is read with the fewest accesses. zeros have the shape and the
-    strides of scales, and the dtype of qweight; None if all are 0. `supports_groups` says which group sizes there are.
-    e4m3 needs compute capability 8.9.
+    qweight is contiguous: int8 or e4m3 (out, in), or 4 bits packed by `pack_int4`. scales (out, groups) may have any
+    float dtype and any strides; (groups, out) in memory takes the fewest reads. zeros have the shape and the strides of
+    scales, and the dtype of qweight; None if all are 0. `supports_groups` checks group sizes. e4m3 needs compute
+    capability 8.9.
 
-    On CUDA nothing is read on the host, so that the call can be captured in a CUDA graph, if it is not the first. A row
-    of the result depends on the other rows through their number alone, by which tiles and splits are chosen.
+    On CUDA, nothing is read on the host, so a CUDA graph can capture any call but the first. A row of the result
+    depends on other rows only through their number, which selects tiles and splits.
     """
     assert x.is_contiguous() and qweight.is_contiguous()
     assert supports_groups(_bits(qweight), x.shape[1], scales.shape[1])
@@ -36,7 +36,7 @@ def quantized_linear(x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor |
 
 
 def supports_groups(bits: int, in_size: int, groups: int) -> bool:
-    """Whether rows can have this many groups: one, or groups of a multiple of 32 columns (of 16 in 8 bits)."""
+    """Return whether rows can have this many groups: one, or groups of a multiple of 32 columns (of 16 in 8 bits)."""
     return groups == 1 or in_size % (groups * (PACKED_COLUMNS if bits == 4 else 16)) == 0
 
 
@@ -45,10 +45,10 @@ def _bits(qweight: Tensor) -> int:
 
 
 def pack_int4(qweight: Tensor) -> Tensor:
-    """Values from 0 to 15 (out, in) uint8 -> (out, 16 * ceil(in / 32)) uint8, two of them in each byte.
+    """Pack values from 0 to 15 (out, in) uint8 as (out, 16 * ceil(in / 32)) uint8, two of them in each byte.
 
     The 16 bytes of 32 columns have the first 16 columns in their low bits and the others in their high bits: a thread
-    reads 16 bytes at once, and each half of their bits belongs to inputs that follow each other.
+    reads 16 bytes at once, and each half of their bits belongs to consecutive inputs.
     """
     padded = F.pad(qweight, (0, -qweight.shape[1] % PACKED_COLUMNS))
     low, high = padded.unflatten(1, (-1, 2, PACKED_COLUMNS // 2)).unbind(2)
@@ -56,7 +56,7 @@ def pack_int4(qweight: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, in_size: int) -> Tensor:
-    """The inverse of `pack_int4` -> (out, in_size)."""
+    """Invert `pack_int4`; return (out, in_size)."""
     halves = packed.unflatten(1, (-1, 1, PACKED_COLUMNS // 2))
     return torch.cat([halves & 15, halves >> 4], dim=2).flatten(1)[:, :in_size]
 
@@ -64,7 +64,7 @@ def unpack_int4(packed: Tensor, in_size: int) -> Tensor:
 def quantized_linear_torch(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """The weight is rounded to x's dtype, which the kernel does not do."""
+    """Compute the reference, which rounds the weight to x's dtype, unlike the kernel."""
     qweight = unpack_int4(qweight, x.shape[1]) if _bits(qweight) == 4 else qweight
     values = qweight.float().unflatten(1, (scales.shape[1], -1))
     values = values if zeros is None else values - zeros.float()[..., None]
@@ -74,7 +74,7 @@ def quantized_linear_torch(
 def quantized_linear_triton(
     x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """`quantized_linear` in one kernel. Must not be called first in a CUDA graph capture."""
+    """Compute `quantized_linear` in one kernel; a CUDA graph capture must not be its first call."""
     (N, in_size), (out_size, groups) = x.shape, scales.shape
     out = x.new_empty(N, out_size)
     if N == 0:
@@ -99,7 +99,7 @@ def quantized_linear_triton(
 
 
 def _tile_sizes(N: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Rows, outputs and inputs of a tile, the warps for it, and how many tiles are loaded ahead; not tuned."""
+    """Return a tile's rows, outputs and inputs, its warps, and how many tiles are loaded ahead; not tuned."""
     widest = 32 if dtype == torch.float32 else 128 if N <= 128 else 64
     block_k = min(widest, group & -group) if group else widest  # within a group
     if dtype == torch.float32:  # needs twice the space and does not use tensor cores
@@ -109,7 +109,7 @@ def _tile_sizes(N: int, group: int, dtype: torch.dtype) -> tuple[int, int, int, 
     return (64, 128, block_k, 8, 3) if N <= 128 else (128, 128, block_k, 8, 3)
 
 
-# Numbers of rows, and of columns by which they change, compile no variants.
+# The number of rows, and numbers of steps that depend on it, are not specialized.
 @triton.jit(do_not_specialize=["N", "steps", "split_steps"])
 def _quantized_linear_kernel(
     x_ptr,
@@ -127,7 +127,7 @@ def _quantized_linear_kernel(
     group_stride,
     steps,
     split_steps,
-    GROUP: tl.constexpr,  # 0: there is one
+    GROUP: tl.constexpr,  # 0 if there is one group
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -135,7 +135,7 @@ def _quantized_linear_kernel(
 ):
     """One program per tile of rows and of outputs, and split of the columns.
 
-    The weight is the left operand, so that tensor cores take its values from registers, where they are made.
+    The weight is the left operand, because tensor cores take that from registers, where its values are computed.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,7 +152,7 @@ def _quantized_linear_kernel(
     zero = _of_group(zeros_ptr, start, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
     scale = _of_group(scales_ptr, start, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
     for step in range(start, tl.minimum(start + split_steps, steps)):
-        # Read a step ahead: the compiler does so for the operands of the product only.
+        # Load one step ahead: the compiler does so only for the operands of the product.
         ahead = tl.minimum(step + 1, steps - 1)
         next_zero = _of_group(zeros_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
         next_scale = _of_group(scales_ptr, ahead, column, scale_stride, group_stride, OUT, GROUP, BLOCK_K)
@@ -196,7 +196,7 @@ def _quantized_linear_kernel(
 
 @triton.jit
 def _of_group(ptr, step, column, scale_stride, group_stride, OUT, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The zeros or scales (BLOCK_N,) of the columns of a step; without a pointer, 0."""
+    """Return the zeros or scales (BLOCK_N,) of the columns of a step; 0 without a pointer."""
     if ptr is None:
         values = tl.zeros_like(column).to(tl.int8)
     else:
@@ -207,7 +207,7 @@ def _of_group(ptr, step, column, scale_stride, group_stride, OUT, GROUP: tl.cons
 
 @triton.jit
 def _differences(qweight, zero, dtype: tl.constexpr):
-    """qweight - zero in `dtype`, both from 0 to 15: qweight is set into the mantissa of a power of two to add it."""
+    """Return qweight - zero in `dtype`, both from 0 to 15; set bits in a power of two's mantissa add qweight to it."""
     if dtype == tl.float16:
         values = (qweight.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (zero.to(tl.float16) + 1024)[:, None]
     elif dtype == tl.bfloat16:
@@ -218,7 +218,7 @@ def _differences(qweight, zero, dtype: tl.constexpr):
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Products of the decoder's MLP: 4 bits in groups of 128 with zeros, and 8 bits with a scale per output."""
+    """Yield products of the decoder's MLP: 4 bits in groups of 128 with zeros, and 8 bits with a scale per output."""
     C, width = shapes.hidden_size, shapes.intermediate_size
     for in_size, out_size in ((C, 2 * width), (width, C)):
         for bits, groups in ((4, max(1, in_size // 128)), (8, 1)):

@@ -9,7 +9,7 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x) of a contiguous tensor of any shape (arXiv 1606.08415)."""
+    """Return x * sigmoid(1.702 x) of a contiguous tensor of any shape (arXiv 1606.08415)."""
     assert x.is_contiguous()
     return (quick_gelu_triton if runs_triton(x) else quick_gelu_torch)(x)
 
@@ -35,7 +35,7 @@ def _quick_gelu_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The ViT's MLP at the patches of a small image, a large image and a full step; none without a ViT."""
+    """Yield the ViT's MLP for the patches of a small image, a large image and a full step; nothing without a ViT."""
     if shapes.vision is None:
         return
     width = shapes.vision.intermediate_size

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual addition before it, and with rounding to 8 bits after it."""
+"""RMSNorm, alone and fused with the residual addition before it and rounding to 8 bits after it."""
 
 from collections.abc import Iterator
 
@@ -10,19 +10,19 @@ from mmvllm.kernels.fp8 import Fp8Rows, quantize_rows_torch, store_row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation of the contiguous rows x (N, C), computed in float32 (arXiv 1910.07467)."""
+    """Return the RMSNorm of the contiguous rows x (N, C), computed in float32 (arXiv 1910.07467)."""
     assert x.is_contiguous()
     return (rms_norm_triton if runs_triton(x) else rms_norm_torch)(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normalised sum of x and residual, both (N, C), and the sum itself, which is the next residual."""
+    """Return the normalized sum of x and residual, both (N, C), and the sum itself, which is the next residual."""
     assert x.is_contiguous() and residual.is_contiguous()
     return (add_rms_norm_triton if runs_triton(x) else add_rms_norm_torch)(x, residual, weight, eps)
 
 
 def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
-    """`add_rms_norm`, whose normalised sum is rounded to x's dtype and then to 8 bits."""
+    """Compute `add_rms_norm` and round the normalized sum to x's dtype and then to 8 bits."""
     assert x.is_contiguous() and residual.is_contiguous()
     return (add_rms_norm_fp8_triton if runs_triton(x) else add_rms_norm_fp8_torch)(x, residual, weight, eps)
 
@@ -65,8 +65,8 @@ def add_rms_norm_fp8_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
 def _sizes(x: Tensor) -> dict[str, int]:
     C = x.shape[1]
     block = triton.next_power_of_2(C)
-    # 8 values per thread: one 16-byte load of a 16-bit dtype; not tuned. The compiler chooses which products it fuses
-    # with a sum: without fusion, both kernels normalise a row to the same bits.
+    # 8 values per thread: one 16-byte load of a 16-bit dtype; not tuned. Without fusion, both kernels normalize a row
+    # to the same bits; the compiler would choose which products it fuses with a sum.
     return {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 256)), "enable_fp_fusion": False}
 
 
@@ -108,10 +108,10 @@ def _add_rms_norm_fp8_kernel(
 
 @triton.jit
 def _add(x_ptr, residual_ptr, total_ptr, mask):
-    """The sum of two rows, zero where `mask` is false, which is stored and returned."""
+    """Store and return the sum of two rows, zero where `mask` is false."""
     x = tl.load(x_ptr, mask=mask, other=0.0)
     residual = tl.load(residual_ptr, mask=mask, other=0.0)
-    # Rounded before it is normalised, so that the norm and the residual stream use the same value.
+    # Round before normalizing: the norm and the residual stream must use the same value.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr, total, mask=mask)
     return total
@@ -119,7 +119,7 @@ def _add(x_ptr, residual_ptr, total_ptr, mask):
 
 @triton.jit
 def _normalised(x, weight, eps, C: tl.constexpr):
-    """A row, zero beyond its C values, rounded to its dtype before and after the weight, as the reference does."""
+    """Normalize a row, zero beyond its C values; round to its dtype before and after the weight, like the reference."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / C + eps)
     return (weight.to(tl.float32) * wide.to(x.dtype).to(tl.float32)).to(x.dtype)

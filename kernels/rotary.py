@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, alone and with what surrounds it: RMSNorm before, the KV cache after."""
+"""Rotary embedding of queries and keys, alone and fused with RMSNorm before it and the KV cache write after it."""
 
 from collections.abc import Iterator
 
@@ -35,9 +35,9 @@ def rotary_write_kv(
     slot_mapping: Tensor,
     qk_norm: QKNorm | None = None,
 ) -> Tensor:
-    """Rotate q and k as `rotary` does; return q, and write k and v (N, K, D) to the caches as `write_kv` does.
+    """Rotate q and k like `rotary`; return q, and write k and v (N, K, D) to the caches like `write_kv`.
 
-    With `qk_norm`, every head of q and k is normalised before, as `rms_norm` does it (arXiv 2302.05442).
+    With `qk_norm`, every head of q and k is first normalized like in `rms_norm` (arXiv 2302.05442).
     """
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -116,7 +116,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
         "K_BLOCK": K_block,
         "HALF_BLOCK": half_block,
         "num_warps": min(8, max(1, H_block * half_block // 256)),  # 8 pairs of q per thread; not tuned
-        "enable_fp_fusion": False,  # the compiler chooses which product it fuses: the two kernels would differ
+        "enable_fp_fusion": False,  # the compiler would choose which product to fuse, and the two kernels would differ
     }
 
 
@@ -182,7 +182,7 @@ def _rotary_write_kv_kernel(
     HALF_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """`_rotary_kernel` that stores rotated keys and unchanged values in their slots of the caches."""
+    """Like `_rotary_kernel`, but stores rotated keys and unchanged values in their slots of the caches."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)  # int64: a cache has more than 2**31 values
     q1, q2 = _load_pairs(q_ptr + token * q_token_stride, q_head_stride, H, HALF, H_BLOCK, HALF_BLOCK)
@@ -214,7 +214,7 @@ def _load_pairs(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """First and second halves (HEADS_BLOCK, HALF_BLOCK) of the heads of the token at `ptr`, with zeros around them."""
+    """Load the first and second halves (HEADS_BLOCK, HALF_BLOCK) of the heads of the token at `ptr`, zero-padded."""
     heads, pairs = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     at, mask = ptr + heads * head_stride + pairs, (heads < HEADS) & (pairs < HALF)
     return tl.load(at, mask=mask, other=0.0), tl.load(at + HALF, mask=mask, other=0.0)
@@ -228,7 +228,7 @@ def _load_angles(ptr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
 
 @triton.jit
 def _normalise(first, second, weight_ptr, eps, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
-    """The halves of heads normalised, rounded to their dtype before and after the weight, as the reference does."""
+    """Normalize the halves of heads; round to their dtype before and after the weight, like the reference."""
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
     scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
@@ -273,7 +273,7 @@ def _store_quantized(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """Quantize the halves of a token's heads to `ptr`'s dtype and store them, as `QuantizedKVCache.write` does."""
+    """Quantize the halves of a token's heads to `ptr`'s dtype and store them, like `QuantizedKVCache.write`."""
     IS_INT: tl.constexpr = ptr.dtype.element_ty == tl.int8
     LIMIT: tl.constexpr = 127.0 if IS_INT else 448.0
     first, second = first.to(tl.float32), second.to(tl.float32)
@@ -289,7 +289,7 @@ def _store_quantized(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """The decoder's heads at 1 to 4096 tokens, and the ViT's, whose angles are float32, at the patches of an image."""
+    """Yield the decoder's heads for 1 to 4096 tokens, and the ViT's with float32 angles for an image's patches."""
     for N in (1, 64, 1024, 4096):
         H, K, D = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
         q, k, v, cos, sin = _arguments(N, H, K, D, dtype, device, dtype)
@@ -313,7 +313,7 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
 def _arguments(
     N: int, H: int, K: int, D: int, angle_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """q, k and v, views of one tensor as in the models, cos and sin."""
+    """Return q, k and v, views of one tensor as in the models, and cos and sin."""
     q, k, v = torch.randn(N, H + 2 * K, D, device=device, dtype=dtype).split([H, K, K], dim=1)
     angles = torch.randn(N, D // 2, device=device)
     return q, k, v, angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)

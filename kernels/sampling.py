@@ -13,13 +13,13 @@ from mmvllm.kernels.common.uniforms import uniform, uniforms
 
 
 def sample(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """One token per row of logits (R, V) -> (R,) int64; -1 where the largest logit is NaN or infinite.
+    """Sample a token per row of logits (R, V): (R,) int64, -1 where the largest logit is NaN or infinite.
 
     Sequence r has row `rows[r]` of `params` (N, 12) int32 and `ends[r]` tokens before this one (both int32). A
-    temperature of 0 takes the first of the largest logits. Another one draws by the inverse cumulative distribution, at
-    the uniform number of the sequence's stream and the token's index in its completion: temperature, then top-k, top-p
-    (arXiv 1904.09751) and min-p (2407.01082) as thresholds, in transformers' order. Each filter keeps all tokens that
-    tie with the last one it keeps.
+    temperature of 0 takes the first largest logit. Other temperatures draw by the inverse cumulative distribution, at
+    the uniform number of the sequence's stream and the token's index in its completion. Temperature, top-k, top-p
+    (arXiv 1904.09751) and min-p (2407.01082) apply in transformers' order, the filters as thresholds: each keeps all
+    tokens that tie with the last one it keeps.
     """
     assert logits.stride(1) == 1 and params.is_contiguous() and rows.is_contiguous() and ends.is_contiguous()
     return (sample_triton if runs_triton(logits) else sample_torch)(logits, params, rows, ends)
@@ -29,7 +29,7 @@ def sample_torch(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> 
     params, logits = params.index_select(0, rows), logits.float()
     token_ids, largest = largest_torch(logits)
     temperature, top_k, top_p, min_p = (column(params, name) for name in ("temperature", "top_k", "top_p", "min_p"))
-    # Shifted so that the largest is 0, and with temperatures clamped so that float32 quotients stay finite: beyond this
+    # The largest logit is shifted to 0, and temperatures are clamped to keep float32 quotients finite: beyond this
     # range the distribution is already greedy, or uniform.
     scaled = (logits - largest).div_(temperature.clamp(1e-6, 1e6))
     threshold = _threshold(scaled, top_k, top_p, min_p)
@@ -40,7 +40,7 @@ def sample_torch(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor) -> 
 
 
 def _threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor | None:
-    """The smallest logits (R, 1) that the filters keep, of logits whose largest is 0; None if they keep all."""
+    """Return the smallest logits (R, 1) that the filters keep, of logits with a maximum of 0; None if they keep all."""
     V, threshold = logits.shape[1], None
     by_number, by_mass = top_k.min().item() < V, top_p.min().item() < 1
     if by_number or by_mass:
@@ -48,7 +48,7 @@ def _threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
         if by_number:
             threshold = ordered.gather(1, V - top_k.long())
         if by_mass:
-            # Above the last that is kept there is less than top_p of the mass; there is nothing above the largest.
+            # The mass above the last kept logit is less than top_p, and there is none above the largest.
             mass = _weights(ordered, threshold).cumsum_(dim=-1)
             threshold = ordered.gather(1, _first_above(mass, mass[:, -1:] * (1 - top_p)))
     if min_p.max().item() > 0:
@@ -57,27 +57,27 @@ def _threshold(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
 
 
 def _weights(logits: Tensor, threshold: Tensor | None) -> Tensor:
-    """exp(logits), or 0 below a threshold (R, 1)."""
+    """Return exp(logits), or 0 below a threshold (R, 1)."""
     weights = logits.exp()
     if threshold is not None:
-        # As 1.0 or 0.0, a comparison and its product take a quarter of the time of those with bool.
+        # A comparison to 1.0 or 0.0 and its product take a quarter of the time that bool takes.
         weights.mul_(torch.ge(logits, threshold, out=torch.empty_like(logits)))
     return weights
 
 
 def _first_above(sums: Tensor, wanted: Tensor) -> Tensor:
-    """The first of cumulative sums (R, V) above a value (R, 1), or the last."""
+    """Return the index of the first of cumulative sums (R, V) above a value (R, 1), or of the last."""
     return torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.shape[1] - 1)
 
 
 def _sorted(x: Tensor) -> Tensor:
-    if x.device.type == "cpu":  # numpy takes a tenth of torch's time, which also sorts indices
+    if x.device.type == "cpu":  # numpy takes a tenth of the time of torch, which also sorts indices
         return torch.from_numpy(np.sort(x.numpy(), axis=-1))
     return x.sort(dim=-1).values
 
 
 def sample_triton(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor, block: int = 8192) -> Tensor:
-    """`block` is the number of logits that a program loads at once, a power of two."""
+    """Launch the kernel; a program loads `block` logits at once, a power of two."""
     R, V = logits.shape
     out = torch.empty(R, dtype=torch.int64, device=logits.device)
     # A program reads its row from the L2 cache 3 times, and 8 to 16 times more for each of top-k and top-p. At 5 to 11
@@ -97,7 +97,7 @@ def sample_triton(logits: Tensor, params: Tensor, rows: Tensor, ends: Tensor, bl
 def _sample_kernel(
     logits_ptr, params_ptr, rows_ptr, ends_ptr, out_ptr, row_stride, V: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program per row. It does not sort: it searches for the smallest logit that the filters keep."""
+    """One program per row, which searches for the smallest logit that the filters keep instead of sorting."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     params_ptr += tl.load(rows_ptr + row) * 12
@@ -131,7 +131,7 @@ def _random_token(row_ptr, params_ptr, end, largest, V: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _last_kept(row_ptr, lowest, largest, inverse, wanted, BY_MASS: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Smallest x of [lowest, largest] such that the total weight of all logits above x is less than `wanted`.
+    """Return the smallest x in [lowest, largest] such that all logits above x weigh less than `wanted` in total.
 
     A logit weighs 1, or its probability relative to the largest's if `BY_MASS`. Each round divides the range of 32-bit
     integer keys of floats by four: at most 16 rounds for any logits.
@@ -160,7 +160,7 @@ def _last_kept(row_ptr, lowest, largest, inverse, wanted, BY_MASS: tl.constexpr,
 
 @triton.jit
 def _float_to_key(x):
-    """An int64 key that orders float32 values: their bits, inverted below the sign for negative numbers."""
+    """Return an int64 key that orders float32 values: their bits, inverted below the sign if negative."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -173,7 +173,7 @@ def _key_to_float(key):
 
 @triton.jit
 def _kept_weights(row_ptr, start, threshold, largest, inverse, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Probabilities, relative to the largest's, of the tile at `start`; 0 below the threshold and beyond V."""
+    """Return the tile's probabilities at `start`, relative to the largest; 0 below the threshold and beyond V."""
     at = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
     return tl.where(x >= threshold, tl.exp((x - largest) * inverse), 0.0)
@@ -189,7 +189,7 @@ def _kept_mass(row_ptr, threshold, largest, inverse, V: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _draw(row_ptr, threshold, largest, inverse, number, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose cumulative mass is more than `number` of the total, else the last of positive weight.
+    """Return the first token whose cumulative mass exceeds `number` of the total, else the last with a positive weight.
 
     Sums within a tile are trees in float32, or float64 for the tile of the token; sums over tiles are float64.
     """
@@ -205,13 +205,13 @@ def _draw(row_ptr, threshold, largest, inverse, number, V: tl.constexpr, BLOCK: 
     at = tile + tl.arange(0, BLOCK)
     weights = _kept_weights(row_ptr, tile, threshold, largest, inverse, V, BLOCK)
     cumulative = before + tl.cumsum(weights.to(tl.float64), 0)
-    # In a tree-shaped scan rounding may raise the sum at a token of weight 0: such a token is not drawn.
+    # Rounding in a tree-shaped scan may raise the sum at a token of weight 0, which must not be drawn.
     token = tl.min(tl.where((weights > 0) & (cumulative > wanted), at, V))
     return tl.minimum(token, tl.max(tl.where(weights > 0, at, 0)))
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Logits are float32 in any dtype."""
+    """Yield cases with float32 logits for every dtype."""
     V = shapes.vocab_size
     for R in (1, 8, 64):
         logits = 3 * torch.randn(R, V, device=device)

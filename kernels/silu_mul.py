@@ -11,13 +11,13 @@ from mmvllm.kernels.fp8 import Fp8Rows, largest_magnitude, quantize_rows_torch, 
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (N, I) of contiguous gate_up (N, 2 I), gate first (SwiGLU, arXiv 2002.05202)."""
+    """Return silu(gate) * up (N, I) of contiguous gate_up (N, 2 I), gate first (SwiGLU, arXiv 2002.05202)."""
     assert gate_up.is_contiguous()
     return (silu_mul_triton if runs_triton(gate_up) else silu_mul_torch)(gate_up)
 
 
 def silu_mul_fp8(gate_up: Tensor) -> Fp8Rows:
-    """`silu_mul`, rounded to gate_up's dtype and then to 8 bits."""
+    """Compute `silu_mul`, rounded to gate_up's dtype and then to 8 bits."""
     assert gate_up.is_contiguous()
     return (silu_mul_fp8_triton if runs_triton(gate_up) else silu_mul_fp8_torch)(gate_up)
 
@@ -61,9 +61,9 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _silu_mul_fp8_kernel(gate_up_ptr, out_ptr, scale_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row, which is computed twice: to find its scale, and, from the cache, to be rounded with it.
+    """One program per row, which it computes twice: for the scale, and then, from the cache, to round with it.
 
-    18,944 values do not fit a program's registers.
+    A long row, of 18,944 values for example, does not fit a program's registers.
     """
     row = tl.program_id(0).to(tl.int64)
     gate_up_ptr += row * (2 * WIDTH)

@@ -1,4 +1,4 @@
-"""Rows of a tensor are replaced or added to: by embeddings at placeholder tokens, by results of experts."""
+"""Replaces rows of a tensor or adds to them: embeddings at placeholder tokens, results of experts."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 
 
 def splice(x: Tensor, rows: Tensor, at: Tensor) -> None:
-    """x[at] = rows in place: x (N, C) contiguous, rows (M, C), at (M,) int64, indices unique; M may be 0.
+    """Do x[at] = rows in place, for contiguous x (N, C), rows (M, C) and unique indices at (M,) int64; M may be 0.
 
     rows may be a slice of the columns of wider rows: only their last dimension must be contiguous.
     """
@@ -19,7 +19,7 @@ def splice(x: Tensor, rows: Tensor, at: Tensor) -> None:
 
 
 def splice_add(x: Tensor, rows: Tensor, at: Tensor) -> None:
-    """x[at] += rows in place, with the arguments of `splice` (DeepStack, arXiv 2406.04334)."""
+    """Do x[at] += rows in place, with the arguments of `splice` (DeepStack, arXiv 2406.04334)."""
     if len(at):
         _check(x, rows)
         (splice_add_triton if runs_triton(x) else splice_add_torch)(x, rows, at)
@@ -66,7 +66,7 @@ def _splice_kernel(x_ptr, rows_ptr, at_ptr, row_stride, C: tl.constexpr, BLOCK: 
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Prompts of image tokens and 32 text tokens."""
+    """Yield prompts of image tokens and 32 text tokens."""
     C = shapes.hidden_size
     for N in (64, 1024, 4096):
         x = torch.randn(N, C, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Tokens that may not follow: their logits become -inf, by a bit mask per row."""
+"""Sets the logits of tokens that may not follow to -inf, by a bit mask per row."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from mmvllm.kernels.common.dispatch import Case, KernelShapes, runs_triton, tl, 
 def mask_tokens(logits: Tensor, allowed: Tensor, places: Tensor) -> None:
     """Set logits (R, V) to -inf, in place, where a bit of `allowed` (M, ceil(V / 32)) int32 is 0.
 
-    Row m is of the logits in row `places[m]` (int32), no two of the same one. Bit i % 32, from the least significant
-    one, of word i // 32 is that of token i; the bits beyond V are ignored.
+    Row m of `allowed` applies to row `places[m]` (int32) of the logits; places are unique. Bit i % 32 (counted from the
+    least significant) of word i // 32 is the bit of token i; bits beyond V are ignored.
     """
     assert logits.stride(1) == 1 and allowed.is_contiguous() and places.is_contiguous()
     (mask_tokens_triton if runs_triton(logits) else mask_tokens_torch)(logits, allowed, places)
@@ -25,9 +25,9 @@ def mask_tokens_torch(logits: Tensor, allowed: Tensor, places: Tensor) -> None:
 
 
 def mask_tokens_triton(logits: Tensor, allowed: Tensor, places: Tensor, block: int = 4096) -> None:
-    """`block` is the number of logits of a program, a power of two."""
+    """Launch the kernel; a program takes `block` logits, a power of two."""
     V, (M, W) = logits.shape[1], allowed.shape
-    # As many logits per thread as `penalize` has; not tuned.
+    # As many logits per thread as in `penalize`; not tuned.
     _mask_tokens_kernel[(triton.cdiv(V, block), M)](
         *(logits, allowed, places, logits.stride(0)),
         **{"V": V, "W": W, "BLOCK": block},
@@ -50,7 +50,7 @@ def _mask_tokens_kernel(
 
 
 def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Logits are float32 in any dtype; half of the tokens are allowed."""
+    """Yield cases with float32 logits for every dtype; half of the tokens are allowed."""
     V = shapes.vocab_size
     for R in (1, 8, 64):
         logits = torch.randn(R, V, device=device)

@@ -12,8 +12,8 @@ from mmvllm.kernels.common.kv_cache import KVCache, QuantizedKVCache
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write k and v (N, K, D) to their slots of the caches (num_blocks, block_size, K, D), in place.
 
-    slot_mapping (N,) int64 holds block * block_size + offset, unique. k and v may be views with a contiguous
-    last dimension; the caches are contiguous.
+    slot_mapping (N,) int64 has unique slots, block * block_size + offset. k and v may be views with a contiguous last
+    dimension; the caches are contiguous.
     """
     assert k.stride(2) == v.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     write = write_kv_triton if runs_triton(k) else write_kv_torch
@@ -21,7 +21,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def write_kv_torch(k: Tensor, v: Tensor, k_cache: KVCache, v_cache: KVCache, slot_mapping: Tensor) -> None:
-    """Reference of `write_kv`; caches may also be quantized."""
+    """Compute the reference for `write_kv`; caches may also be quantized."""
     for x, cache in ((k, k_cache), (v, v_cache)):
         if isinstance(cache, QuantizedKVCache):
             cache.write(slot_mapping, x)

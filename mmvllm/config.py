@@ -1,4 +1,4 @@
-"""What the user chose (`EngineConfig`), and what all checkpoints state (`ModelConfig`): frozen, checked once."""
+"""The options of an engine (`EngineConfig`) and the architecture of a checkpoint (`ModelConfig`), both validated."""
 
 import logging
 import re
@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # `mmvllm --help` reads EngineConfig and must not load torch
 logger = logging.getLogger(__name__)
 MiB = 1024 * 1024
 MAX_DEPTH = 1024
-MIN_STEP_TIMEOUT = 2  # seconds; a process that is busy may be silent for a moment
+MIN_STEP_TIMEOUT = 2  # seconds; a busy process may send no heartbeat for a moment
 
-# Limits of a step: a larger one keeps a GPU busy for longer, but takes memory from the KV cache.
+# Limits of a step: a larger step keeps a GPU busy for longer, but leaves less memory for the KV cache.
 LARGE_GPU_BYTES = 24 * 1024 * MiB
 LARGE_STEPS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 SMALL_STEPS = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
@@ -29,15 +29,15 @@ SMALL_STEPS = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """What every ViT has in common; a family adds its own fields.
+    """The fields that the ViTs of all families share; a family may add more.
 
     Args:
         depth: number of blocks.
-        embed_dim: width of a block; num_heads divide it.
+        embed_dim: width of a block, a multiple of num_heads.
         intermediate_size: width inside a block's MLP.
-        out_hidden_size: width of the decoder, for which the rows are made.
-        patch_size: pixels of a patch's side; `temporal_patch_size` frames deep, `in_channels` values a pixel.
-        spatial_merge_size: a square of spatial_merge_size x spatial_merge_size patches becomes one row.
+        out_hidden_size: width of the embeddings that the ViT returns, equal to the decoder's hidden size.
+        patch_size: side of a patch in pixels; a patch has `temporal_patch_size` frames, `in_channels` values per pixel.
+        spatial_merge_size: spatial_merge_size x spatial_merge_size patches are merged into one embedding.
         hidden_act: activation inside a block's MLP.
     """
 
@@ -58,7 +58,7 @@ class VisionConfig:
             raise ValueError(
                 f"the ViT's width must be a multiple of its number of heads, {self.num_heads}, got {self.embed_dim}"
             )
-        if self.head_dim % 4:  # each half is rotated with the row or the column, in pairs
+        if self.head_dim % 4:  # one half is rotated by the row and one by the column, in pairs
             raise ValueError(f"the ViT's head size must be a multiple of 4, got {self.head_dim}")
         if self.in_channels != 3:
             raise ValueError(f"vision_config's in_channels must be 3 (RGB images), got {self.in_channels}")
@@ -69,23 +69,23 @@ class VisionConfig:
 
     @property
     def patch_dim(self) -> int:
-        """Values in one patch: channels * frames * height * width."""
+        """Number of values in a patch: channels * frames * height * width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def mm_embed_size(self) -> int:
-        """Values of an embedding that the ViT makes; more than the decoder's width in families with DeepStack."""
+        """Number of values in an embedding of the ViT; with DeepStack, more than the decoder's hidden size."""
         return self.out_hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts (arXiv 1701.06538) instead of the decoder's MLP.
+    """A mixture of experts (arXiv 1701.06538) that replaces the decoder's MLP.
 
     Args:
-        num_experts_per_tok: experts that a token is sent to.
+        num_experts_per_tok: number of experts that each token is routed to.
         intermediate_size: width inside an expert.
-        dense_layers: indexes of the decoder's layers that have an MLP nevertheless.
+        dense_layers: indexes of the decoder's layers that keep a dense MLP.
     """
 
     num_experts: int
@@ -102,15 +102,15 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder, with a ViT in front unless `vision` is None (a text-only checkpoint).
+    """The decoder and the ViT of a checkpoint; `vision` is None for a text-only checkpoint.
 
     Args:
         qkv_bias: whether the projections to queries, keys and values have a bias.
-        qk_norm: whether each head of queries and keys is normalised before it is rotated.
-        mrope_section: frequencies that rotate with time, height and width; None in a text-only model.
-        mrope_interleaved: whether the axes take turns along the frequencies, instead of one run for each.
+        qk_norm: whether each head of queries and keys is normalized before the rotary embedding.
+        mrope_section: number of rotary frequencies for time, height and width; None in a text-only model.
+        mrope_interleaved: whether the frequencies of the axes alternate; otherwise each axis has one contiguous run.
         experts: None for a dense model.
-        quantization: how the weights are stored in few bits; None if they are not.
+        quantization: how the checkpoint's weights are quantized; None if they are not.
     """
 
     architecture: str
@@ -133,8 +133,8 @@ class ModelConfig:
     dtype: "torch.dtype"
     eos_token_ids: frozenset[int]
     quantization: CheckpointQuantization | None
-    max_new_tokens: int | None = None  # of a completion, whatever a request asks for
-    sampling_defaults: tuple[tuple[str, float], ...] = ()  # the checkpoint's own values of fields of SamplingParams
+    max_new_tokens: int | None = None  # limits every completion, whatever the request allows
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # the checkpoint's defaults for SamplingParams
     vision: VisionConfig | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
@@ -164,17 +164,17 @@ class ModelConfig:
 
     @property
     def mm_embed_size(self) -> int:
-        """Values of an embedding that replaces a placeholder."""
+        """Number of values in an embedding that replaces a placeholder."""
         return self.hidden_size if self.vision is None else self.vision.mm_embed_size
 
 
 def _check_depth(name: str, value: int) -> None:
-    if value > MAX_DEPTH:  # each layer is made before its weights are looked for
+    if value > MAX_DEPTH:  # layers are created before their weights are looked up
         raise ValueError(f"{name} must be at most {MAX_DEPTH}, got {value}")
 
 
 def torch_dtype(name: Any) -> "torch.dtype | None":
-    """The dtype of weights and KV cache with this name; None if it is not supported."""
+    """Return the dtype with this name, or None if weights and KV cache cannot have it."""
     import torch
 
     return getattr(torch, name) if name in ("float32", "float16", "bfloat16") else None
@@ -183,7 +183,7 @@ def torch_dtype(name: Any) -> "torch.dtype | None":
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
-# Arguments of vLLM's LLM that many programs pass, with the values that describe what mmvllm does anyway.
+# Arguments of vLLM's LLM that many programs pass, with the values that match what mmvllm does anyway; None accepts any.
 ACCEPTED_VLLM_ARGUMENTS = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -198,24 +198,24 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "disable_log_stats": None,  # nothing is logged
     "mm_processor_cache_gb": None,  # outputs of the ViT are cached, but not outputs of processors
     "runner": ("auto", "generate", "pooling"),  # every engine does both
-    "enable_sleep_mode": (True, False),  # an LLM may sleep in any case
+    "enable_sleep_mode": (True, False),  # sleep mode is always available
     "hf_overrides": (None, {}),
     "download_dir": (None,),
     "speculative_config": (None,),
     "compilation_config": None,  # CUDA graphs are captured unless enforce_eager
     "skip_tokenizer_init": (False,),
-    "generation_config": ("vllm",),  # sampling parameters that are left out are mmvllm's own
-    "max_logprobs": None,  # 20, and more are refused
+    "generation_config": ("vllm",),  # sampling parameters that are left out have mmvllm's defaults
+    "max_logprobs": None,  # the maximum is always 20
     "cpu_offload_gb": (0,),
-    "disable_custom_all_reduce": None,  # there is none
+    "disable_custom_all_reduce": None,  # mmvllm has no custom all-reduce
 }
-# vLLM's names of what checkpoints that are quantized say themselves.
+# vLLM's values of `quantization` for checkpoints whose config.json names the method.
 CHECKPOINT_QUANTIZATION = ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The options of an engine; a wrong value raises ValueError with the value and the range.
+    """The options of an engine; an invalid value raises ValueError with the value and the allowed range.
 
     Args:
         device: "auto" (the first CUDA device that can be used, otherwise the CPU), "cpu", "cuda" or "cuda:N".
@@ -227,46 +227,46 @@ class EngineConfig:
             only the config and the tokenizer.
         max_model_len: maximum length of prompt and completion together, in tokens; by default the checkpoint's maximum,
             or what fits in the KV cache.
-        max_num_seqs: maximum number of sequences that run at the same time; temporarily lowered after a batch ran out
-            of memory; by default 256 on a GPU of which the engine may use 24 GiB or more, otherwise 64.
+        max_num_seqs: maximum number of sequences that run at the same time; temporarily lowered after a batch runs out
+            of memory; by default 256 if the engine may use at least 24 GiB of GPU memory, otherwise 64.
         max_num_batched_tokens: maximum number of tokens computed in one step; longer prompts are computed in chunks; by
-            default 8192 on a GPU of which the engine may use 24 GiB or more, otherwise 4096.
+            default 8192 if the engine may use at least 24 GiB of GPU memory, otherwise 4096.
         max_vision_patches: maximum number of image patches encoded in one step; a larger image is encoded alone.
         kvcache_block_size: tokens per KV cache block, the unit of prefix sharing; by default 256 if FlashAttention
-            runs the decoder, from flash-attn or from torch, which needs a multiple of 256, otherwise 16.
+            (from flash-attn or from torch) runs the decoder, because it needs a multiple of 256, otherwise 16.
         num_kvcache_blocks: number of KV cache blocks; by default as many as gpu_memory_utilization allows
             (cpu_kvcache_bytes on a CPU), but not more than max_num_seqs sequences of maximum length can use.
         gpu_memory_utilization: fraction of the GPU's memory that the engine may use, in (0, 1].
-        cpu_kvcache_bytes: size of the KV cache on a CPU, in bytes, of each process that shares the model.
+        cpu_kvcache_bytes: size of the KV cache on a CPU, in bytes, for each process that shares the model.
         encoder_cache_bytes: size of the cache of ViT outputs on the device, in bytes; an image whose output is larger
             is refused.
-        enable_prefix_caching: reuse the KV blocks of a prefix, images included, that was computed before.
+        enable_prefix_caching: reuse the KV blocks of prefixes, images included, that were computed before.
         attention_backend: "auto" selects flash-attn ("flash") if it is installed and supports the model, then
             flash-attn-4 ("flash4"), then Triton, then plain torch (on a CPU always torch). A package is used only if
-            it gives right results on a small input when the engine starts.
-        vision_attention_backend: the same for the ViT; "auto" takes what `attention_backend` names if that can run the
-            ViT, otherwise the first of flash-attn, flash-attn-4, the kernels in torch, Triton and plain torch.
+            its results are correct on a small input when the engine starts.
+        vision_attention_backend: backend for the ViT; "auto" uses attention_backend if that supports the ViT, otherwise
+            the first supported one of flash-attn, flash-attn-4, the kernels in torch, Triton and plain torch.
         quantization: "int8" quantizes weights while they are loaded, and activations dynamically, on a CPU only; "int4"
             rounds the decoder's weights to 4 bits in groups, and on a CPU the others to 8 bits; "fp8" rounds the
             decoder's weights and activations to 8-bit floats, for GPUs of compute capability 8.9 or above and dtype
-            bfloat16; completions change slightly. By default weights keep the dtype, and weights of a quantized
-            checkpoint stay quantized where the device multiplies them so.
+            bfloat16; completions change slightly. By default, weights keep the dtype, and a quantized checkpoint stays
+            quantized if the device can multiply its weights in that form.
         kv_cache_dtype: "int8" and "fp8" (e4m3) store keys and values in 8 bits with a scale for each token and KV head,
-            in about half the memory of 16 bits; completions change slightly; by plain torch and Triton only, "fp8" on
-            GPUs of compute capability 8.9 or above; "auto" stores them in the dtype of the weights.
-        chat_template: a file with a Jinja template, or such a template, in place of the checkpoint's chat template.
+            in about half the memory of 16 bits; completions change slightly. Only plain torch and Triton support them;
+            on a GPU, "fp8" needs compute capability 8.9 or above. "auto" uses the dtype of the weights.
+        chat_template: a Jinja template, or a file with one, that replaces the checkpoint's chat template.
         lora: folder of a LoRA adapter, as PEFT saves it, that is merged into the weights when they are loaded.
-        enable_lora: allow requests to name a LoRA adapter of their own (`lora_request`); takes memory for max_loras
+        enable_lora: allow each request to select a LoRA adapter (`lora_request`); reserves memory for max_loras
             adapters. Steps with adapters run without CUDA graphs.
-        max_loras: maximum number of adapters of requests that run at the same time.
-        max_lora_rank: maximum rank of an adapter of a request; memory is taken for this rank.
+        max_loras: maximum number of different adapters that running requests use at the same time.
+        max_lora_rank: maximum rank of a request's adapter; memory is reserved for this rank.
         enforce_eager: do not capture CUDA graphs for small steps; the engine starts faster and decodes more slowly.
-        async_scheduling: launch a step before the tokens of the one before are known; by default where launches do not
-            wait for the device: on CUDA, with an attention backend that reads nothing on the host.
-        step_timeout: seconds without a sign of life after which a process of the engine is killed, and the engine has
-            failed; a device that hangs while its process lives is not noticed by this.
+        async_scheduling: launch a step before the tokens of the previous step are known; enabled by default where
+            launches do not wait for the device: on CUDA with an attention backend that reads nothing on the host.
+        step_timeout: seconds without a heartbeat after which a process of the engine is killed and the engine fails; a
+            device that hangs while its process is alive is not detected.
         skip_warmup: do not run a warm-up batch at start.
-        seed: seed for requests without a seed of their own, and for dummy weights.
+        seed: seed for requests that set none, and for dummy weights.
     """
 
     device: str = "auto"
@@ -300,10 +300,10 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, owner: str, model: Any = None, /, **engine_args: Any) -> "EngineConfig":
-        """The config of keyword arguments that a user gave to `owner`, "LLM" say, for a model.
+        """Return the config for keyword arguments that a user passed to `owner`, such as "LLM", with this model.
 
-        Raises TypeError with a suggestion for an unknown name. Arguments of vLLM that change nothing are ignored, such
-        as a tokenizer that is the model's.
+        Raises TypeError with a suggestion for an unknown name. Ignores arguments of vLLM that change nothing, such as a
+        `tokenizer` that equals the model.
         """
         if "tokenizer" in engine_args and model is not None and str(engine_args["tokenizer"]) == str(model):
             del engine_args["tokenizer"]
@@ -320,7 +320,7 @@ class EngineConfig:
             object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
         if self.quantization in CHECKPOINT_QUANTIZATION:
             raise ValueError(
-                f"quantization is {self.quantization!r}, which a checkpoint says itself, in config.json; leave it out"
+                f"quantization is {self.quantization!r}, but config.json of the checkpoint names it; leave it out"
             )
         for f in fields(self):
             value = getattr(self, f.name)
@@ -347,9 +347,9 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
 
     def resolve_device(self) -> "torch.device":
-        """The device to run on; `mmvllm.utils.devices` chooses "auto". Raises ValueError for one that is not there.
+        """Return the device to run on; raise ValueError if it does not exist. `auto_device` resolves "auto".
 
-        With a `tensor_parallel_size` above 1, further ranks run on the devices that follow.
+        With a `tensor_parallel_size` above 1, the other ranks use the devices that follow it.
         """
         import torch
 
@@ -367,9 +367,9 @@ class EngineConfig:
         return device
 
     def with_limits(self, device: "torch.device") -> "EngineConfig":
-        """This config with numbers in place of the limits of a step that were left to the device's memory.
+        """Return this config with defaults for the step limits that the user left out, chosen by the device's memory.
 
-        A GPU's memory counts as far as `gpu_memory_utilization` lets the engine use it.
+        On a GPU, only the share of the memory that `gpu_memory_utilization` allows counts.
         """
         import torch
 
@@ -382,11 +382,11 @@ class EngineConfig:
     def resolve_dtype(
         self, checkpoint_dtype: "torch.dtype", device: "torch.device", is_quantized: bool = False
     ) -> "torch.dtype":
-        """The dtype of weights and KV cache: "auto" is the checkpoint's, but not float16 on a CPU.
+        """Return the dtype of weights and KV cache; "auto" selects the checkpoint's, except for float16 on a CPU.
 
-        On a CPU float16 products of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512). There, a
-        float16 checkpoint is in float32, which has all its values, but in bfloat16 if it is quantized, because products
-        with quantized weights are in bfloat16.
+        On a CPU, float16 matmuls of 64 rows took 3 to 6 times as long as float32 ones (torch 2.13, AVX512). A float16
+        checkpoint therefore runs in float32, which represents all its values, or in bfloat16 if it is quantized,
+        because CPU kernels for quantized weights compute in bfloat16.
         """
         import torch
 
@@ -397,7 +397,7 @@ class EngineConfig:
         return torch_dtype(str(self.dtype).removeprefix("torch."))
 
     def resolve_kv_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
-        """What keys and values are stored in, where weights have this dtype."""
+        """Return the dtype of the KV cache for weights of this dtype."""
         import torch
 
         return {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[self.kv_cache_dtype]
@@ -406,10 +406,10 @@ class EngineConfig:
 @with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineArgs(EngineConfig):
-    """The arguments of an `LLM` as programs for vLLM write them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
+    """The arguments of an `LLM`, as programs for vLLM write them: `LLM(**dataclasses.asdict(EngineArgs(...)))`.
 
     Args:
-        model, mm_processor_kwargs: as for `LLM`; `EngineConfig` documents the other fields.
+        model, mm_processor_kwargs: arguments of `LLM`; `EngineConfig` documents the other fields.
     """
 
     model: str | PathLike | None = None
@@ -426,7 +426,7 @@ def given_engine_args(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def literal_choices(annotation: Any) -> tuple[Any, ...]:
-    """The values of `Literal[...]` or `Literal[...] | None`, None first; () for another annotation."""
+    """Return the values of `Literal[...]` or `Literal[...] | None`, None first; () for another annotation."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return arguments

@@ -1,4 +1,4 @@
-"""The errors that users see, with their facts as attributes; the messages are made from these facts."""
+"""Exceptions that users see; their attributes hold the facts that their messages state."""
 
 from collections.abc import Callable
 from string import Formatter
@@ -10,25 +10,25 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """The error for keeping: its text and facts, without traceback and causes, whose frames may hold decoded images."""
+    """Return the error without its traceback and causes, whose frames may keep decoded images in memory."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
 
 def first_line(error: BaseException) -> str:
-    """The class and the first line of an error; CUDA's go on with advice on debugging."""
+    """Return the class and the first line of an error; CUDA errors continue with advice on debugging."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is.
+    """A request that cannot be served.
 
     Args:
-        reason: what came, what was needed and what to do, without saying where.
-        request_index: which request of a call, from 0.
-        image_index, video_index: which image or video of the request, from 0.
+        reason: the value, the requirement and the remedy, without the position in the call.
+        request_index: index of the request in the call, from 0.
+        image_index, video_index: index of the image or video in the request, from 0.
         param: the field or parameter of the request that is wrong.
-        value: what it was; `limit`: what it may be at most.
+        value: its value; `limit`: the maximum.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RequestError(ValueError):
         return request + image + video
 
     def detached(self) -> "RequestError":
-        """This error `without_frames`."""
+        """Return this error `without_frames`."""
         return without_frames(self)
 
     def __reduce__(self):
-        """Worker processes send errors back: text and facts, no traceback."""
+        """Pickle the text and the facts without a traceback, because worker processes send errors back."""
         return _restore, (type(self), self.args, self.__dict__)
 
 
@@ -74,14 +74,14 @@ def _restore(kind: type[RequestError], args: tuple, facts: dict[str, Any]) -> Re
 
 
 class ParameterError(RequestError):
-    """A sampling parameter, or another field of a request, with a value that it cannot have."""
+    """A sampling parameter, or another field of a request, has an invalid value."""
 
     def __init__(self, param: str, value: Any, required: str):
         super().__init__(f"{param} must be {required}, got {shown(value)}", param=param, value=value)
 
 
 class MediaFileError(RequestError):
-    """What cannot be read or decoded; `source` is what messages call it, "" if the reason says it."""
+    """A file that cannot be read or decoded; messages call it `source`, which is "" if the reason names it."""
 
     def __init__(self, source: str, reason: str):
         super().__init__(reason)
@@ -100,7 +100,7 @@ class VideoError(MediaFileError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that leaves no room for a completion; `value` is its tokens, `limit` the model's.
+    """A prompt that leaves no room for a completion; `value` is its number of tokens, `limit` the model's maximum.
 
     Clients that shorten a conversation recognize the error by the words "maximum context length is".
     """
@@ -111,10 +111,10 @@ class PromptTooLong(RequestError):
 
 
 class ArgumentError(ValueError):
-    """Arguments of a Python function that do not fit together, or do not fit what is on disk.
+    """Arguments of a Python function that contradict each other or the files on disk.
 
-    `template` names arguments in braces, `{overwrite}`, unless `values` has a value to put there. `str` writes them as
-    Python does. The command line writes options: `error.format(lambda name: "--" + name.replace("_", "-"))`.
+    `template` names arguments in braces, such as `{overwrite}`, unless `values` has their value. `str` writes them as
+    in Python. The command line writes options: `error.format(lambda name: "--" + name.replace("_", "-"))`.
     """
 
     def __init__(self, template: str, **values: Any):
@@ -138,7 +138,7 @@ class _Names(dict):
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine takes no request now."""
+    """The engine does not accept requests now."""
 
 
 class EngineBusy(EngineUnavailable):
@@ -154,7 +154,7 @@ class EngineBusy(EngineUnavailable):
 
 
 class EngineStopped(EngineUnavailable):
-    """The engine is shutting down, or has."""
+    """The engine is shutting down or has shut down."""
 
 
 class EngineFailed(EngineUnavailable):
@@ -162,13 +162,13 @@ class EngineFailed(EngineUnavailable):
 
 
 class RequestFailed(RuntimeError):
-    """The device failed in a step of this request, or the engine in preparing it; other requests may succeed."""
+    """A step of this request failed on the device, or preparing the request failed; other requests may succeed."""
 
 
 class RequestsAborted(RuntimeError):
     """Requests of a call were aborted from outside.
 
-    `outputs` has all outputs in order; for a stream, which has yielded all of them, only the aborted ones.
+    `outputs` has all outputs in order, but for a stream, which has yielded all of them, only the aborted ones.
     """
 
     def __init__(self, message: str, outputs: list):
@@ -180,4 +180,4 @@ class RequestsAborted(RuntimeError):
 
 
 class DeadlineExceeded(TimeoutError):
-    """The request was not finished in the time that it was given."""
+    """The request did not finish before its deadline."""

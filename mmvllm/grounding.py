@@ -1,4 +1,4 @@
-"""Boxes and points that a model wrote, in pixels of the caller's image."""
+"""Boxes and points that a model wrote, converted to pixels of the caller's image."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 Pair = tuple[float, float]
 
-# EXIF orientation -> from a place (x, y) in the upright image of size (w, h) to that in the image as it is stored.
+# EXIF orientation -> function from a point (x, y) of the upright image of size (w, h) to the point of the stored image.
 _TO_STORED: dict[int, Callable[[float, float, float, float], Pair]] = {
     1: lambda x, y, w, h: (x, y),
     2: lambda x, y, w, h: (w - x, y),
@@ -26,8 +26,8 @@ class BoxFormat:
     Args:
         syntax: "tokens": <|box_start|>(x1,y1),(x2,y2)<|box_end|>, perhaps after a label between <|object_ref_start|>
             and <|object_ref_end|>; "json": objects with "bbox_2d" or "point_2d", and "label".
-        scale: what the width and the height of the image are in the model's coordinates; None where these are pixels of
-            the resized image, which the model sees.
+        scale: width and height of the image in the model's coordinates; None if the model's coordinates are pixels of
+            the resized image.
     """
 
     syntax: Literal["tokens", "json"]
@@ -36,7 +36,7 @@ class BoxFormat:
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """Sizes in pixels of an image of a request: upright, as viewers show it, and resized for the model.
+    """Sizes of a request's image in pixels: upright, as viewers show it, and resized for the model.
 
     `orientation` is the EXIF orientation of the image as it is stored, from 1 (upright) to 8.
     """
@@ -48,12 +48,12 @@ class ImageGeometry:
     orientation: int = 1
 
     def place(self, x: float, y: float, scale: int | None) -> Pair:
-        """The place in the upright image, and within it, that the model's coordinates mean."""
+        """Convert the model's coordinates to a point of the upright image, clamped to the image."""
         across, down = (self.resized_width, self.resized_height) if scale is None else (scale, scale)
         return _within(x * self.width / across, self.width), _within(y * self.height / down, self.height)
 
     def stored(self, x: float, y: float) -> Pair:
-        """The place in the image as it is stored that a place in the upright image is."""
+        """Convert a point of the upright image to the point of the image as it is stored."""
         return _TO_STORED[self.orientation](x, y, self.width, self.height)
 
     @property
@@ -72,8 +72,8 @@ def _within(value: float, size: int) -> float:
 class Box:
     """A box in pixels of the upright image, from its upper left corner (0, 0): x1 <= x2 <= width, y1 <= y2 <= height.
 
-    `image` is the index of the image in the request, whose sizes `geometry` has. Of a quadrilateral, `quad` has the
-    four corners in the order in which the model wrote them, and the box encloses it.
+    `image` is the index of the image in the request, and `geometry` has its sizes. If the model wrote a quadrilateral,
+    `quad` has its four corners in the model's order, and the box encloses them.
     """
 
     label: str | None
@@ -86,21 +86,21 @@ class Box:
     geometry: ImageGeometry | None = field(default=None, repr=False, compare=False)
 
     def in_stored_pixels(self) -> "Box":
-        """The box in the image as it is stored, before its EXIF rotation: what PIL and OpenCV (if told so) decode."""
+        """Return the box in the stored image, before EXIF rotation, which PIL and (on request) OpenCV decode."""
         g = self.geometry
         corners = self.quad or ((self.x1, self.y1), (self.x2, self.y2))
         turned = tuple(_rounded(g.stored(*corner)) for corner in corners)
         return box_of(self.label, self.image, turned, g.of_stored)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: `label`, `image`, and `box` with x1, y1, x2 and y2; `quad` where there is one."""
+        """Return a dict for JSON: `label`, `image`, `box` with x1, y1, x2 and y2, and `quad` if there is one."""
         box = {"label": self.label, "image": self.image, "box": [self.x1, self.y1, self.x2, self.y2]}
         return box | ({} if self.quad is None else {"quad": [list(corner) for corner in self.quad]})
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point in pixels of the upright image; the rest is as in `Box`."""
+    """A point in pixels of the upright image; `Box` explains the other fields."""
 
     label: str | None
     image: int
@@ -109,17 +109,17 @@ class Point:
     geometry: ImageGeometry | None = field(default=None, repr=False, compare=False)
 
     def in_stored_pixels(self) -> "Point":
-        """The point in the image as it is stored."""
+        """Return the point in the image as it is stored."""
         x, y = _rounded(self.geometry.stored(self.x, self.y))
         return replace(self, x=x, y=y, geometry=self.geometry.of_stored)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: `label`, `image`, and `point` with x and y."""
+        """Return a dict for JSON: `label`, `image`, and `point` with x and y."""
         return {"label": self.label, "image": self.image, "point": [self.x, self.y]}
 
 
 def box_of(label: str | None, image: int, corners: tuple[Pair, ...], geometry: ImageGeometry) -> Box:
-    """The box around two opposite corners, or around the four of a quadrilateral."""
+    """Return the box around two opposite corners, or around the four corners of a quadrilateral."""
     xs, ys = zip(*corners, strict=True)
     quad = corners if len(corners) == 4 else None
     return Box(label, image, min(xs), min(ys), max(xs), max(ys), quad, geometry)

@@ -1,8 +1,8 @@
-"""What a processor makes of a request and the engine takes: token ids, multimodal items and positions.
+"""Prepared requests, which processors pass to the engine: token ids, multimodal items and positions.
 
-Plain data, made once per request. Whoever makes an `EngineInput` gives it away: the engine keeps ids, patches and
-positions by reference, so their buffers must not be written to afterwards. What comes from other code is copied first
-(`processors/tensors.py`).
+They are plain data, created once per request. The creator of an `EngineInput` gives it away: the engine keeps ids,
+patches and positions by reference, so nobody may write to their buffers afterwards. Buffers from other code are copied
+first (`processors/tensors.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,32 +21,32 @@ Grid = tuple[int, int, int]  # (t, h, w) in patches
 
 
 class PlaceholderRange(NamedTuple):
-    """A run of placeholder tokens in a prompt, by vLLM's name."""
+    """A run of placeholder tokens in a prompt, with vLLM's class name."""
 
     offset: int
     length: int
 
     @property
     def end(self) -> int:
-        """The token after the last placeholder."""
+        """Index of the token after the last placeholder."""
         return self.offset + self.length
 
 
 class _Prompt(TypedDict, total=False):
-    multi_modal_data: dict[str, Any]  # "image" and "video": one, or a list of them
+    multi_modal_data: dict[str, Any]  # "image" and "video": an item, or a list of them
     mm_processor_kwargs: dict[str, Any]
-    multi_modal_uuids: dict[str, Any]  # accepted as in vLLM, and not used: media are told apart by their content
+    multi_modal_uuids: dict[str, Any]  # accepted as in vLLM but not used: the content identifies media
     cache_salt: str
 
 
 class TextPrompt(_Prompt):
-    """A prompt of `LLM.generate`, by vLLM's names."""
+    """A prompt for `LLM.generate`, with vLLM's names."""
 
     prompt: str
 
 
 class TokensPrompt(_Prompt):
-    """A prompt of `LLM.generate` that has been tokenized, by vLLM's names."""
+    """A tokenized prompt for `LLM.generate`, with vLLM's names."""
 
     prompt_token_ids: list[int]
 
@@ -57,13 +57,13 @@ class MultiModalInput:
 
     Args:
         modality: "image" or "video".
-        patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
+        patches: (P, patch_dim) uint8, or floats that are already normalized; on the host.
         grid: P = t * h * w patches.
         digests: one per temporal patch. Equal digests mean equal embeddings and, for a video, equal M-RoPE positions
             relative to its first token.
         times: seconds from the start of the video, one for each temporal patch; empty for an image.
-        seconds_per_patch: from one temporal patch of a video to the next.
-        geometry: sizes of an image; None for a video, and for tensors.
+        seconds_per_patch: seconds between consecutive temporal patches of a video.
+        geometry: sizes of an image; None for a video and for tensors.
     """
 
     modality: str
@@ -87,17 +87,17 @@ class MultiModalInput:
 class MultiModalItem:
     """One input of the ViT: an image, or a temporal patch of a video, with its placeholder tokens in the prompt.
 
-    Patches attend within their temporal patch only, so the patches of a video can be encoded in any steps.
+    Patches attend only within their temporal patch, so different steps may encode the temporal patches of a video.
 
     Args:
         modality: "image" or "video".
-        patches: (P, patch_dim) uint8, or floats that are already normalised; on the host.
+        patches: (P, patch_dim) uint8, or floats that are already normalized; on the host.
         grid: P = t * h * w patches; t is 1.
         digest: identifies the item in the prefix cache and the encoder cache (`MultiModalInput.digests`).
         placeholder: the tokens in the prompt that the item's embeddings replace.
-        index: of the image or video in the prompt, from 0, counted separately for images and videos.
-        time: seconds from the start of the video, in the middle of the temporal patch; None if it is not known.
-        geometry: as in `MultiModalInput`.
+        index: index of the image or video in the prompt, from 0, counted separately for images and videos.
+        time: seconds from the start of the video to the middle of the temporal patch; None if not known.
+        geometry: see `MultiModalInput`.
     """
 
     modality: str
@@ -111,7 +111,7 @@ class MultiModalItem:
 
     @property
     def num_tokens(self) -> int:
-        """Placeholder tokens in the prompt, which is also the number of the item's embeddings."""
+        """Number of placeholder tokens in the prompt, which is also the number of the item's embeddings."""
         return self.placeholder.length
 
     @property
@@ -120,20 +120,20 @@ class MultiModalItem:
 
     @property
     def offset(self) -> int:
-        """The item's first placeholder token."""
+        """Index of the item's first placeholder token."""
         return self.placeholder.offset
 
     @property
     def end(self) -> int:
-        """The token after the item's last placeholder."""
+        """Index of the token after the item's last placeholder."""
         return self.placeholder.end
 
     def embeds_in(self, start: int, end: int) -> tuple[int, int]:
-        """The item's embeddings [first, last) that replace tokens in [start, end), which must overlap the item."""
+        """Return the item's embeddings [first, last) for tokens [start, end), which must overlap the item."""
         return max(start - self.offset, 0), min(end, self.end) - self.offset
 
     def __reduce__(self):
-        # From worker processes as bytes: torch would use shared memory, which may be scarce, and a descriptor each.
+        # Worker processes send bytes: torch would use shared memory, which may be scarce, and a descriptor per tensor.
         data, dtype = self.patches.view(torch.uint8).numpy(), self.patches.dtype  # numpy has no bfloat16
         others = (self.modality, self.grid, self.digest, self.placeholder, self.index, self.time, self.geometry)
         return _item_from_bytes, (data, dtype, *others)
@@ -145,15 +145,15 @@ def _item_from_bytes(data: np.ndarray, dtype: torch.dtype, modality: str, *other
 
 @dataclass(frozen=True, slots=True)
 class EngineInput:
-    """A prompt made ready for `LLMEngine.add_request`.
+    """A prepared prompt, the argument of `LLMEngine.add_request`.
 
     Args:
-        token_ids: with every placeholder expanded to the number of tokens that its item needs.
-        mm_items: in the order of their placeholders; the items of a video are consecutive.
-        positions: (3, T) int64: time, height and width; None for text, whose tokens count up on all three axes.
-        position_delta: what is added to the index of a generated token to get its position.
-        preparation: when it was begun and when it was done, in seconds since the epoch.
-        text: what was tokenized, with one placeholder per image or video; None if token ids were given.
+        token_ids: the prompt's tokens; each placeholder is repeated for every embedding of its item.
+        mm_items: items in the order of their placeholders; the items of a video are consecutive.
+        positions: (3, T) int64: time, height and width; None for text, where all three count the tokens.
+        position_delta: added to the index of a generated token to get its position.
+        preparation: when preparation began and ended, in seconds since the epoch.
+        text: the tokenized text, with one placeholder per image or video; None if the request has token ids.
     """
 
     token_ids: list[int]
@@ -165,7 +165,7 @@ class EngineInput:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of the patches."""
+        """Host memory that the patches take, in bytes."""
         return sum(item.patches.nbytes for item in self.mm_items)
 
     @property
@@ -174,7 +174,7 @@ class EngineInput:
 
 
 def continued(prompt: EngineInput, token_ids: list[int]) -> EngineInput:
-    """The prompt with more tokens of text, at the positions that generated ones would have."""
+    """Append text tokens to the prompt, at the positions that generated tokens would have."""
     positions, length = prompt.positions, len(prompt.token_ids)
     if positions is not None:
         added = np.arange(length, length + len(token_ids)) + prompt.position_delta
@@ -183,23 +183,23 @@ def continued(prompt: EngineInput, token_ids: list[int]) -> EngineInput:
 
 
 def in_pinned_memory(prompt: EngineInput) -> EngineInput:
-    """The prompt with patches that a step copies to a GPU without waiting."""
+    """Return the prompt with patches in pinned memory, which a step copies to a GPU without waiting."""
     return replace(prompt, mm_items=tuple(replace(item, patches=pinned(item.patches)) for item in prompt.mm_items))
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """How a model family represents media in a prompt; the processors use nothing else of it.
+    """How a model family represents media in a prompt; processors know nothing else about the family.
 
     Args:
         image_token_id, video_token_id: the placeholders; `start_token_id` and `end_token_id` enclose the placeholders
-            of an image or a video. A checkpoint without a video token takes no videos.
+            of an image or a video. A checkpoint without a video token accepts no videos.
         start, image, video, end: the same tokens as text, for messages.
         merge_size: merge_size**2 patches become one token.
         patch_dim: values in a patch.
-        tokens_per_second: of a video, on the time axis of M-RoPE; None where temporal patches are one position apart.
-        timestamp: what stands before each temporal patch of a video, with a place for its time in seconds; each
-            temporal patch is then enclosed in its own start and end tokens.
+        tokens_per_second: positions per second of video in M-RoPE; None if temporal patches are one position apart.
+        timestamp: format of the text before each temporal patch of a video, with a field for its time in seconds; each
+            temporal patch then has a start and an end token.
         boxes: how the family writes boxes and points; None if it writes none.
     """
 
@@ -222,9 +222,9 @@ class MediaRules:
         return self.video_token_id is not None
 
     def token_id(self, modality: str) -> int | None:
-        """The placeholder of images or of videos."""
+        """Return the placeholder token of "image" or "video"."""
         return self.image_token_id if modality == "image" else self.video_token_id
 
     def num_tokens(self, grid: Grid) -> int:
-        """Placeholder tokens of an image or a video."""
+        """Return the number of placeholder tokens of an image or a video."""
         return prod(grid) // self.merge_size**2

@@ -1,4 +1,4 @@
-"""What the engine returns: completions, finished requests, and the deltas of a stream."""
+"""Outputs of the engine: completions, finished requests, and the deltas of a stream."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,7 +11,7 @@ from mmvllm.grounding import Box, Point
 
 
 class Logprob(float):
-    """A token's log-probability, with its rank, 1 where no token is more likely, and its text."""
+    """A token's log-probability with its text and its rank, which is 1 if no token is more likely."""
 
     __slots__ = ("decoded_token", "rank")
 
@@ -22,15 +22,15 @@ class Logprob(float):
 
     @property
     def logprob(self) -> float:
-        """The number itself, by the name that vLLM gives it."""
+        """The value as a plain float, with vLLM's name."""
         return float(self)
 
 
-LogprobsById = dict[int, Logprob]  # by token id: the token that is there, then the most likely ones
+LogprobsById = dict[int, Logprob]  # by token id: the token of the sequence first, then the most likely ones
 
 
 def num_logprobs(entries: Iterable[LogprobsById | None] | None) -> int:
-    """The number of log-probabilities of several tokens."""
+    """Return the total number of log-probabilities of several tokens."""
     return sum(map(len, filter(None, entries or ())))
 
 
@@ -38,14 +38,14 @@ def num_logprobs(entries: Iterable[LogprobsById | None] | None) -> int:
 class CompletionOutput:
     """One completion.
 
-    `logprobs` has, per token, {token id: log-probability}: the chosen one, then the most likely. `boxes` are the boxes
-    and points that the model wrote, in pixels of the request's images.
+    For each token, `logprobs` has {token id: log-probability}: the chosen token, then the most likely ones. `boxes` are
+    the boxes and points that the model wrote, in pixels of the request's images.
 
-    `score` is what completions were ranked by: with `beam_width`, cumulative_logprob / length ** length_penalty, which
-    is transformers' `sequences_scores`; with `best_of`, the log-probability per token; else None.
+    `score` is the value that completions are ranked by. With `beam_width`, it is cumulative_logprob / length **
+    length_penalty, transformers' `sequences_scores`; with `best_of`, the log-probability per token; otherwise None.
 
-    `stop_reason` is the stop string or the stop token that ended it; None where another reason did. `index` counts the
-    completions of the request from 0.
+    `stop_reason` is the stop string or stop token that ended the completion, None if it ended for another reason.
+    `index` counts the completions of the request from 0.
     """
 
     text: str
@@ -61,9 +61,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The stages of a request: the times ending in `_time` that vLLM has are since the epoch, all others are seconds.
+    """The timing of a request: the first four fields are seconds since the epoch, all others are durations in seconds.
 
-    None where the request never reached that point. `arrival_time` is when it was admitted, or given to the engine.
+    A field is None if the request never reached that point. Its arrival is its admission, or when the engine got it.
     """
 
     arrival_time: float | None
@@ -71,23 +71,23 @@ class RequestMetrics:
     first_token_time: float | None
     finished_time: float | None
     preparation_time: float | None  # chat template, decoding, resizing
-    time_in_queue: float | None  # from when it was prepared and had arrived until it was first scheduled
-    encoding_time: float | None  # of the ViT in the steps that encoded its images; other requests may share them
-    prefill_time: float | None  # from when it was first scheduled until the first token, with the ViT
+    time_in_queue: float | None  # from arrival or the end of preparation, whichever is later, until first scheduled
+    encoding_time: float | None  # of the ViT in the steps that encoded its images, which other requests may share
+    prefill_time: float | None  # from first scheduled until the first token, including the ViT
     decode_time: float | None  # from the first token until the end
-    inference_time: float | None  # from when it was first scheduled until the end
+    inference_time: float | None  # from first scheduled until the end
     time_to_first_token: float | None  # from its arrival
-    time_per_output_token: float | None  # mean of the tokens after the first, of its longest completion
+    time_per_output_token: float | None  # mean over the tokens after the first, in its longest completion
     e2e_time: float | None  # from its arrival
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One finished request. The fields of its first completion are its own too: `out.text`, or `out["text"]`.
+    """The output of a finished request; it also has the fields of the first completion: `out.text` or `out["text"]`.
 
-    `prompt` is the text that was tokenized, with one placeholder per image or video; None if token ids were given.
-    Times are in seconds since the epoch; None where the request never reached that point. `prompt_logprobs` has, per
-    token of the prompt, what `CompletionOutput.logprobs` has, or None where there is nothing: at the first token.
+    `prompt` is the tokenized text, with one placeholder per image or video; None if the request has token ids. Times
+    are in seconds since the epoch; None if the request never reached that point. For each prompt token,
+    `prompt_logprobs` has an entry like `CompletionOutput.logprobs`, or None for the first token.
     """
 
     request_id: str
@@ -107,19 +107,19 @@ class RequestOutput:
     preparation_start_time: float | None = None
     preparation_end_time: float | None = None
     first_scheduled_time: float | None = None
-    encoding_start_time: float | None = None  # of the first step that encoded images of the request
-    encoding_time: float | None = None  # seconds of the ViT
+    encoding_start_time: float | None = None  # start of the first step that encoded images of the request
+    encoding_time: float | None = None  # duration of the ViT in seconds
     prompt: str | None = None
-    num_preemptions: int = 0  # of its completions, whose KV was computed again
+    num_preemptions: int = 0  # of its completions; each one recomputes the KV
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The completions, by the name that vLLM gives them."""
+        """The completions, with vLLM's name."""
         return self.completions
 
     @property
     def finished(self) -> bool:
-        """Always True, since outputs are made once a request has finished or failed; vLLM has partial ones."""
+        """Always True, since an output is created when its request has finished or failed; vLLM has partial ones."""
         return True
 
     @property
@@ -148,12 +148,12 @@ class RequestOutput:
 
     @property
     def queue_start_time(self) -> float | None:
-        """When the request was prepared and had arrived."""
+        """When the request had arrived and was prepared."""
         return max(filter(None, (self.arrival_time, self.preparation_end_time)), default=None)
 
     @property
     def metrics(self) -> RequestMetrics:
-        """The times of its stages."""
+        """Times and durations of the request's stages."""
         return RequestMetrics(
             arrival_time=self.arrival_time,
             first_scheduled_time=self.first_scheduled_time,
@@ -187,15 +187,15 @@ class RequestOutput:
         return iter(_NAMES)
 
     def keys(self) -> tuple[str, ...]:
-        """The names of all fields, for `dict(output)`."""
+        """Return the names of all fields, for `dict(output)`."""
         return _NAMES
 
     def get(self, name: str, default: Any = None) -> Any:
-        """`dict.get`, for fields."""
+        """Return the field, or `default` if there is none with this name, like `dict.get`."""
         return getattr(self, name) if name in self else default
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, and the fields of the first completion, in types that `json.dumps` takes."""
+        """Return all fields, and the fields of the first completion, in types that `json.dumps` accepts."""
         others = ("completions", "outputs", "exception", "metrics", "boxes", "embedding")
         made = {name: getattr(self, name) for name in _NAMES if name not in others}
         made |= {"embedding": None if self.embedding is None else self.embedding.tolist()}
@@ -218,7 +218,7 @@ _NAMES = (
 
 
 def _between(start: float | None, end: float | None) -> float | None:
-    """Seconds; the clock may have been set back."""
+    """Return the seconds between the times, at least 0, since the clock may have been set back."""
     return None if start is None or end is None else max(0.0, end - start)
 
 
@@ -237,17 +237,17 @@ class EmbeddingOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> "EmbeddingOutput":
-        """Build it from the output of a finished request with `pooling`."""
+        """Build the output from a finished request with `pooling`."""
         return cls(*(getattr(output, own.name) for own in fields(cls)))
 
     @property
     def outputs(self) -> "EmbeddingOutput":
-        """The output itself, since vLLM's outputs have the vector as `outputs.embedding` or `outputs.data`."""
+        """This object, since vLLM's outputs have the vector as `outputs.embedding` or `outputs.data`."""
         return self
 
     @property
     def data(self) -> np.ndarray | None:
-        """The vector, by the name that it has in the outputs of vLLM's `LLM.encode`."""
+        """The vector, with its name in the outputs of vLLM's `LLM.encode`."""
         return self.embedding
 
 
@@ -257,7 +257,7 @@ class BeamSearchSequence:
 
     tokens: list[int]
     text: str
-    cum_logprob: float  # of the tokens after the prompt
+    cum_logprob: float  # sum over the tokens after the prompt
     finish_reason: str
 
 
@@ -270,11 +270,11 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class ContinuationScore:
-    """One continuation of a prompt.
+    """The score of one continuation of a prompt.
 
     Args:
-        logprob: of all its tokens, given the prompt and those before them: the sum of `logprobs`.
-        is_greedy: whether no other token is more likely at any place, so that greedy decoding would give it.
+        logprob: log-probability of the continuation given the prompt, the sum of `logprobs`.
+        is_greedy: whether no other token is more likely at any position, so greedy decoding would generate it.
     """
 
     token_ids: list[int]
@@ -285,7 +285,7 @@ class ContinuationScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """The continuations of one request, in the caller's order. The numbers of tokens refer to the prompt."""
+    """The scores of one request's continuations, in the caller's order; the numbers of tokens refer to the prompt."""
 
     scores: list[ContinuationScore]
     num_prompt_tokens: int
@@ -298,32 +298,32 @@ class ScoreOutput:
         return max(range(len(self.scores)), key=lambda index: self.scores[index].logprob)
 
 
-@dataclass(slots=True)  # not frozen, which would make one of them for every token four times as slow
+@dataclass(slots=True)  # not frozen: creating a frozen one for every token takes four times as long
 class Delta:
-    """What is new of one completion. All texts of a completion, joined, are its final text.
+    """The new output of one completion; the texts of all its deltas, joined, are the final text.
 
-    The text is of whole characters, and never part of a stop string. There is always some, except in the last delta of
-    a completion. `logprobs` has, per token of `token_ids`, what `CompletionOutput.logprobs` has. The first delta of
-    each completion has the prompt, if its log-probabilities were asked for, as `RequestOutput` has it.
+    The text has whole characters and no part of a stop string; without `keeps_logprobs`, it may be empty before the
+    last delta of a completion. For each of `token_ids`, `logprobs` has an entry like `CompletionOutput.logprobs`. The
+    first delta of a completion has the prompt, like `RequestOutput`, if its log-probabilities were requested.
     """
 
     request_id: str
-    index: int  # which of SamplingParams.n completions
+    index: int  # index of the completion, below SamplingParams.n
     text: str
     token_ids: list[int]
     logprobs: list[LogprobsById] | None = None
-    finish_reason: str | None = None  # of `CompletionOutput`, in the last delta of the completion
-    output: RequestOutput | None = None  # in the last delta of the request: all of it
+    finish_reason: str | None = None  # in the last delta of the completion
+    output: RequestOutput | None = None  # in the last delta of the request
     num_prompt_tokens: int = 0
-    # Of `AsyncLLM`, and of the first delta where log-probabilities of the prompt are asked for: must not be changed.
+    # Set by `AsyncLLM`, and in the first delta if prompt log-probabilities are requested; must not be modified.
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[LogprobsById | None] | None = None
-    boxes: tuple[Box | Point, ...] = ()  # of `CompletionOutput`, in the last delta of the completion
-    stop_reason: str | int | None = None  # the same
+    boxes: tuple[Box | Point, ...] = ()  # in the last delta of the completion
+    stop_reason: str | int | None = None  # in the last delta of the completion
 
     @property
     def num_bytes(self) -> int:
-        """About as much memory as it takes."""
+        """Approximate memory that the delta takes, in bytes."""
         num_values = num_logprobs(self.logprobs) + num_logprobs(self.prompt_logprobs)
         num_tokens, num_others = len(self.token_ids), 0
         if self.output is not None:

@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector."""
+"""Pooling parameters: how the hidden states of a prompt become one vector."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,13 +14,13 @@ POOLINGS = ("last", "mean")
 @with_checked_arguments({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """The vector of one request. Raises ValueError for a wrong value, and TypeError for an unknown argument.
+    """How one request's vector is computed. Raises ValueError for an invalid value, TypeError for an unknown argument.
 
     Args:
         pooling: "last" takes the hidden state of the prompt's last token, "mean" the mean over all tokens; hidden
             states are the decoder's, after its last norm.
         normalize: divide the vector by its Euclidean norm.
-        dimensions: keep the first values only, before the norm; for models trained so (arXiv 2205.13147).
+        dimensions: keep only the first values, before normalizing; for models trained for this (arXiv 2205.13147).
     """
 
     pooling: str = "last"
@@ -43,7 +43,7 @@ class PoolingParams:
             raise ParameterError("dimensions", self.dimensions, required)
 
     def vector(self, total: np.ndarray, number: int) -> np.ndarray:
-        """The sum (C,) float64 of `number` hidden states -> the vector, float32."""
+        """Return the vector (float32) for the sum (C,) float64 of `number` hidden states."""
         vector = (total / number)[: self.dimensions]
         norm = np.linalg.norm(vector)
         return (vector / norm if self.normalize and norm > 0 else vector).astype(np.float32)

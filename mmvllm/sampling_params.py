@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class RequestOutputKind(Enum):
-    """Which outputs vLLM yields; here `LLM` returns final ones, and `AsyncLLM` yields deltas."""
+    """vLLM's kinds of outputs; in mmvllm, `LLM` returns final outputs and `AsyncLLM` yields deltas."""
 
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
-# Arguments of vLLM's SamplingParams that many programs pass, with the values that describe what mmvllm does anyway.
+# Arguments of vLLM's SamplingParams that many programs pass, with the values that match what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
     "use_beam_search": (False,),
     "output_kind": (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY),
@@ -34,14 +34,14 @@ ACCEPTED_VLLM_ARGUMENTS = {
     "truncate_prompt_tokens": (None,),
 }
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_ITEMS = 1_000_000  # of a list; vocabularies have a few hundred thousand tokens
-ALIASES = {"structured_outputs": "structured"}  # by the names of vLLM
-UNLIMITED = sys.maxsize  # tokens of a completion
-MAX_COMPLETIONS = 16_384  # of a prompt; each takes memory before it begins
+MAX_ITEMS = 1_000_000  # maximum length of a list; vocabularies have a few hundred thousand tokens
+ALIASES = {"structured_outputs": "structured"}  # names in vLLM
+UNLIMITED = sys.maxsize  # value of max_tokens without a limit
+MAX_COMPLETIONS = 16_384  # per prompt; each completion takes memory before it starts
 
 
 CHOSEN_AT_END = "but the completions of best_of and of beam search are known only at the end; leave it out"
-# The parameters that beam search takes, with the meaning that they have in transformers; others keep their default.
+# Parameters that beam search supports, with their meaning in transformers; all others must keep their default.
 WITH_BEAM_SEARCH = frozenset(
     {
         *("beam_width", "length_penalty", "early_stopping", "n", "max_tokens", "min_tokens", "stop_token_ids"),
@@ -66,51 +66,50 @@ class SamplingParams:
     argument. Arguments of vLLM that change nothing here, such as `use_beam_search=False`, are ignored.
 
     Args:
-        temperature: 0 is greedy decoding, as is any value below 1e-5; higher values make sampling more random.
+        temperature: 0 (and any value below 1e-5) is greedy decoding; higher values make sampling more random.
         top_p: keep the smallest set of tokens whose probabilities sum to at least this value, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this fraction as likely as the most likely one, in [0, 1]; after top_k and top_p, as
             in transformers.
-        max_tokens: maximum number of generated tokens; max_new_tokens of the checkpoint's generation_config.json, if it
-            is there, is a limit too. With prompt_logprobs it may be 0. None and -1 are `UNLIMITED`: until the context
-            is full.
+        max_tokens: maximum number of generated tokens, also limited by max_new_tokens of the checkpoint's
+            generation_config.json. It may be 0 with prompt_logprobs. None and -1 are `UNLIMITED`: until the context is
+            full.
         min_tokens: minimum number of generated tokens before a stop condition applies.
         stop: strings that stop generation; the returned text ends before them.
-        include_stop_str_in_output: it ends with the stop string, or the special token, that stopped it.
-        stop_token_ids: token ids that stop generation, in addition to the checkpoint's own.
+        include_stop_str_in_output: end the text with the stop string, or the special token, that stopped it.
+        stop_token_ids: token ids that stop generation, in addition to the checkpoint's end-of-sequence tokens.
         ignore_eos: continue after the end-of-sequence token and the checkpoint's max_new_tokens, until max_tokens.
-        stop_on_repetition: end a completion, with the finish reason "repetition", whose last tokens are one pattern of
-            at most 64 tokens, at least 4 times in a row and at least 64 tokens in all.
+        stop_on_repetition: end a completion with the finish reason "repetition" when its last tokens repeat one pattern
+            of at most 64 tokens, at least 4 times in a row and for at least 64 tokens in all.
         skip_special_tokens: leave special tokens out of the text, such as those around the boxes of Qwen2-VL.
-        detokenize: decode the tokens; with False texts are empty, and `stop`, which needs them, is refused.
-        seed: seed of the request's own random generator: the completion does not depend on the rest of the batch.
-        structured: what the text must be: `StructuredOutputsParams`, or a dict of its fields, such as {"json": SCHEMA};
-            also `structured_outputs`, its name in vLLM.
+        detokenize: decode the tokens; if False, texts are empty and `stop`, which needs them, is refused.
+        seed: seed of the request's random generator; the completion does not depend on the rest of the batch.
+        structured: constraint on the text: `StructuredOutputsParams`, or a dict of its fields, such as {"json":
+            SCHEMA}; may also be passed as `structured_outputs`, its name in vLLM.
         repetition_penalty: divides positive (multiplies negative) logits of tokens in prompt or completion, > 0.
         presence_penalty: subtracted from the logits of tokens in the completion, in [-2, 2].
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, in [-2, 2].
         logit_bias: {token id: number in [-100, 100]} added to the logits of these tokens, after penalties.
-        allowed_token_ids: only these tokens follow; None allows all.
-        bad_words: texts that do not occur in the completion, as the tokenizer writes them at its beginning, or after a
-            space.
+        allowed_token_ids: only these tokens are generated; None allows all.
+        bad_words: texts that must not occur in the completion, tokenized as at the start of a text and after a space.
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and completion; 0 allows all.
         logits_processors: functions of (completion's token ids, logits) or (prompt's token ids, completion's token ids,
             logits) that return the logits (V,) float32 of the next token; slow, since each is called for each token.
         logprobs: return log-probabilities of each chosen token and of this many most likely tokens, 0 to 20.
-        logprob_token_ids: return the log-probabilities of these tokens, at most 128, at each token of the completion
-            as well, for example of "Yes" and "No". A token that is not among the most likely ones has no rank.
-        prompt_logprobs: as logprobs, of each token of the prompt but the first; what is cached of the prompt is
-            computed again.
+        logprob_token_ids: also return the log-probabilities of these tokens, at most 128, for each token of the
+            completion, for example of "Yes" and "No". A token that is not among the most likely ones has no rank.
+        prompt_logprobs: like logprobs, for each token of the prompt except the first; parts of the prompt that are
+            cached are recomputed.
         n: number of completions of the prompt, at most 16384.
         best_of: generate this many completions, at least n, and return the n with the highest log-probability per
             token, best first.
         beam_width: decode by beam search with this many beams, at most max_num_seqs of the engine, and return the n
             best hypotheses, best first; None samples, or decodes greedily.
-        length_penalty: of beam search: hypotheses are compared by the sum of their log-probabilities over length **
-            length_penalty, so that more than 0 prefers long ones and less than 0 short ones; in [-10, 10].
-        early_stopping: of beam search: True ends it when there are beam_width hypotheses, False when a better one is
-            unlikely, "never" when there can be no better one.
-        extra_args: for the caller's own code, such as functions that are called with the parameters; not used here.
+        length_penalty: for beam search: hypotheses are ranked by the sum of their log-probabilities / length **
+            length_penalty; positive values prefer long hypotheses, negative values short ones; in [-10, 10].
+        early_stopping: for beam search: True ends it when there are beam_width hypotheses, False when a better one is
+            unlikely, "never" when a better one is impossible.
+        extra_args: values for the caller's code; mmvllm does not use them.
     """
 
     temperature: float = 0.0
@@ -194,33 +193,33 @@ class SamplingParams:
         self._check_beam_search()
 
     def clone(self) -> "SamplingParams":
-        """Return a copy of these parameters, as vLLM's method of this name does."""
+        """Return a copy of these parameters, with the name of vLLM's method."""
         return replace(self)
 
     @property
     def num_logprobs(self) -> int | None:
-        """The most log-probabilities that are shown of a token; None if none are wanted."""
+        """Maximum number of log-probabilities returned per token; None if none are requested."""
         if self.logprob_token_ids is None:
             return self.logprobs
         return (self.logprobs or 0) + len(self.logprob_token_ids) + 1
 
     @property
     def num_seqs(self) -> int:
-        """Completions that are generated, of which n are returned."""
+        """Number of completions that are generated; n of them are returned."""
         return self.beam_width or self.best_of or self.n
 
     @property
     def chooses_by_logprob(self) -> bool:
-        """Whether more completions are generated than returned, by `best_of`."""
+        """Whether `best_of` generates more completions than are returned."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
     def chooses_at_end(self) -> bool:
-        """Whether the completions that are returned are known only when all are complete."""
+        """Whether the returned completions are known only when all have finished."""
         return self.beam_width is not None or self.chooses_by_logprob
 
     def end_ids(self, eos_token_ids: Iterable[int]) -> set[int]:
-        """The tokens that end a completion, of which `eos_token_ids` are the checkpoint's."""
+        """Return the tokens that end a completion; `eos_token_ids` are the checkpoint's."""
         return {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
 
     def _check_beam_search(self) -> None:
@@ -230,7 +229,7 @@ class SamplingParams:
         if not isinstance(early, bool | str) or early not in (True, False, "never"):
             raise ParameterError("early_stopping", early, "True, False or 'never'")
         if self.beam_width is None:
-            self._must_be_default({"length_penalty", "early_stopping"}, "is of beam search, which needs beam_width")
+            self._must_be_default({"length_penalty", "early_stopping"}, "needs beam search (beam_width)")
         else:
             names = {own.name for own in fields(self)} - WITH_BEAM_SEARCH
             self._must_be_default(names, f"cannot be used with beam search (beam_width={shown(self.beam_width)})")
@@ -244,7 +243,7 @@ class SamplingParams:
                 raise RequestError(f"{own.name}{given} {reason}; leave it out", param=own.name, value=value)
 
     def _check_structured(self) -> None:
-        """A completion ends where its grammar does, which these contradict."""
+        """Refuse parameters that contradict a grammar, because the grammar ends the completion."""
         for name in ("ignore_eos", "min_tokens"):
             if self.structured is not None and (value := getattr(self, name)):
                 reason = f"{name} is {value}, which contradicts structured: a completion ends where its grammar ends"
@@ -291,7 +290,7 @@ class SamplingParams:
         object.__setattr__(self, "logprob_token_ids", token_ids)
 
     def _set_logit_bias(self) -> None:
-        """A copy, with ids that may have been strings, as in JSON; None for one without entries."""
+        """Copy logit_bias and convert ids that are strings, as in JSON; an empty one becomes None."""
         given = self.logit_bias
         if given is not None and not isinstance(given, Mapping):
             raise ParameterError("logit_bias", given, "a mapping of token ids to numbers in [-100, 100]")
@@ -324,7 +323,7 @@ class SamplingParams:
 @with_checked_arguments({"temperature": (0,), "include_stop_str_in_output": (False,)})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """The parameters of `LLM.beam_search`, with the names that they have in vLLM; `SamplingParams` explains them."""
+    """The parameters of `LLM.beam_search`, with vLLM's names; `SamplingParams` explains them."""
 
     beam_width: int
     max_tokens: int
@@ -332,13 +331,13 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def sampling_params(self) -> SamplingParams:
-        """The equivalent `SamplingParams`, which returns all beams; raises ValueError for a wrong value."""
+        """Return the equivalent `SamplingParams`, which return all beams; raise ValueError for an invalid value."""
         given = {own.name: getattr(self, own.name) for own in fields(self)}
         return SamplingParams(**given, n=max(1, self.beam_width) if _is_integer(self.beam_width) else 1)
 
 
 def _as_float(value: Any) -> float:
-    """The value as a float; nan, which is outside every range, if it is not a number or too large."""
+    """Return the value as a float, or nan, which is outside every range, if it is not a number or too large."""
     try:
         return float(value) if is_number(value) else math.nan
     except OverflowError:
@@ -346,11 +345,11 @@ def _as_float(value: Any) -> float:
 
 
 def _is_flag(value: Any) -> bool:
-    return not getattr(value, "ndim", 0) and value in (True, False)  # no array, which has no truth value
+    return not getattr(value, "ndim", 0) and value in (True, False)  # an array has no truth value
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a tokenizer takes it, which needs UTF-8, and makes something of it."""
+    """Return whether a tokenizer can encode it: a non-empty string that is valid UTF-8."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -1,4 +1,4 @@
-"""How much memory images and videos that are being decoded may take at once."""
+"""Budgets for the memory of images and videos while they are decoded."""
 
 import threading
 from collections import deque
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class DecodeBudget:
-    """Bytes that may be in use at once for decoding images or videos, however many threads decode.
+    """Limits the bytes in use for decoding images or videos across all threads.
 
     Args:
         limit: bytes; a single image or video that needs more is decoded alone.
@@ -17,7 +17,7 @@ class DecodeBudget:
         self.limit = limit
         self._changed = threading.Condition()
         self._in_use = 0
-        self._waiting: deque[object] = deque()  # in the order of arrival, so that large ones are not passed for ever
+        self._waiting: deque[object] = deque()  # in order of arrival, so large requests do not starve
 
     @property
     def in_use(self) -> int:
@@ -27,7 +27,7 @@ class DecodeBudget:
     def reserve(self, num_bytes: int, next_wait: Callable[[], float | None] = lambda: None) -> Iterator[None]:
         """Wait until `num_bytes` more may be in use, and count them until the end of the `with` statement.
 
-        While it waits, `next_wait` is called: for the seconds until its next call, or to raise what ends the wait.
+        While waiting, `next_wait` returns the seconds until its next call, or raises an exception to end the wait.
         """
         self._acquire(num_bytes, next_wait)
         try:
@@ -53,9 +53,9 @@ class DecodeBudget:
         return self._in_use == 0 or self._in_use + num_bytes <= self.limit
 
 
-# Of the process. Photographs of 12 million pixels take about 100 MB each, so that eight threads decode them without
-# waiting; of the largest images that a server accepts by default (64 million pixels), one or two are decoded at once.
+# For the whole process. A 12-megapixel photograph takes about 100 MB, so eight threads decode them without waiting. Of
+# the largest images that a server accepts by default (64 megapixels), one or two are decoded at once.
 DECODING = DecodeBudget(1024 * 1024 * 1024)
 
-# Frames of videos are decoded for seconds, in which images must not wait for them.
+# Separate from `DECODING`: decoding a video takes seconds, and images must not wait for it.
 VIDEO_DECODING = DecodeBudget(2 * 1024 * 1024 * 1024)

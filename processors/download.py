@@ -1,4 +1,4 @@
-"""Fetches a URL that the caller of the library gives, within limits of bytes and of time.
+"""Download URLs from callers of the library, within limits of size and time.
 
 `mmvllm/media/http_fetching.py` fetches the URLs of a server's clients.
 """
@@ -19,23 +19,23 @@ from mmvllm.utils.text import beginning_of
 from mmvllm.utils.time_limit import shut_down
 
 SILENCE_SECONDS = 20.0  # without receiving a byte
-MAX_REASON = 300  # characters; the expression takes the square of their number
-DOWNLOAD_SECONDS = 60.0  # in all, and another second for every megabyte that has arrived
+MAX_REASON = 300  # characters; the regular expression that removes logins takes quadratic time
+DOWNLOAD_SECONDS = 60.0  # in total, plus a second for every megabyte received
 BYTES_PER_SECOND = 1_000_000
 
 _SCHEME = r"^([^:/?#]+://)"
 _LOGIN = re.compile(_SCHEME + r"([^/?#]*)@")  # USER:PASSWORD@
-# Also with a password that has a slash, and where `http:` has not both slashes, as one may mistype it.
+# Also matches passwords that contain a slash, and a mistyped `http:` without both slashes.
 _SECRET = re.compile(r"^((?i:https?):[/\\]*+|[^:/?#]+://)([^/?#]*|[^/?#:@\[]*:(?!\d*([/?#]|$)).*)@")
 
 
 def without_login(url: str) -> str:
-    """A URL for messages, without the user and the password in it."""
+    """Return a URL for messages, without its user and password."""
     return _SECRET.sub(r"\1", url)
 
 
 def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFileError]) -> None:
-    """Fetch what a URL names into a file; failures, more than `max_bytes` and too long a time are `error_class`.
+    """Download a URL to a file; raises `error_class` for failures, more than `max_bytes`, and too long a time.
 
     A user and a password in the URL are sent as Basic authentication, but not to another host after a redirect; no
     message shows them.
@@ -49,11 +49,11 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
                 file.write(data)
                 limit.extend(len(data) / BYTES_PER_SECOND)
             if response.length and file.tell() <= max_bytes:
-                raise OSError(f"the connection ended after {file.tell()} bytes, before all that its host announced")
+                raise OSError(f"the connection ended after {file.tell()} bytes, short of the announced length")
         limit.check()
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_about_url = isinstance(error, http.client.InvalidURL) or "nonnumeric port" in str(error)
-        reason = "the URL, or that of the proxy, is not valid" if is_about_url else _shown(error)
+        reason = "the URL or the proxy's URL is not valid" if is_about_url else _shown(error)
         raise error_class(name, f"cannot be fetched ({limit.reason or reason})") from None
     finally:
         limit.end()
@@ -62,9 +62,9 @@ def download(url: str, file: BinaryIO, max_bytes: int, error_class: type[MediaFi
 
 
 def _shown(error: Exception) -> str:
-    """The reason for a message, without logins and without a host's or a proxy's own words, which may repeat them."""
+    """Return the reason for a message, without logins, and without text from a host or proxy that may repeat them."""
     if isinstance(error, urllib.error.HTTPError):
-        loops = " (too many redirects, or one to a URL that is not fetched)" if 300 <= error.code < 400 else ""
+        loops = " (too many redirects, or a redirect to an unsupported URL)" if 300 <= error.code < 400 else ""
         return f"HTTP Error {error.code}: {http.client.responses.get(error.code, 'unknown')}{loops}"
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return "its answer is not HTTP"
@@ -102,7 +102,7 @@ class _TimeLimit:
         threading.Thread(target=self._watch, name="mmvllm-download", daemon=True).start()
 
     def connect(self, address: tuple[str, int], timeout: float, *others: Any) -> socket.socket:
-        """A connection to the first address of a host that answers; all of them share the time that is left."""
+        """Connect to the first address of a host that answers; all attempts share the remaining time."""
         error: OSError = OSError("its name has no address")
         for *_, found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
             seconds = self._until - time.monotonic()
@@ -138,14 +138,14 @@ class _TimeLimit:
             if self._is_done.wait(seconds):
                 return
         with self._lock:
-            self.reason = f"not complete after {DOWNLOAD_SECONDS:g} s and a second for each megabyte"
+            self.reason = f"not complete after {DOWNLOAD_SECONDS:g} s plus a second for each megabyte"
             shut_down(self._sockets)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects without their bodies, of which urllib would read all, however long they are.
+    """Follows redirects without reading their bodies, which urllib would read in full, however long they are.
 
-    The login is sent again to the same scheme, host and port only, and that of a proxy only to a proxy.
+    The login is resent only to the same scheme, host and port, and a proxy's login only to a proxy.
     """
 
     def http_error_302(self, request: urllib.request.Request, response: Any, *others: Any) -> Any:
@@ -169,14 +169,14 @@ def _origin(request: urllib.request.Request) -> tuple[str, str]:
 
 
 class _NoFTP(urllib.request.FTPHandler):
-    """Refuses redirects to ftp:// URLs, whose connections have no limit."""
+    """Refuses redirects to ftp:// URLs, whose connections would have no time limit."""
 
     def ftp_open(self, request: urllib.request.Request) -> None:
         raise OSError("a redirect to an ftp:// URL is not followed")
 
 
 def _handler(scheme: str, limit: _TimeLimit) -> urllib.request.BaseHandler:
-    """A handler of urllib whose connections end with the limit."""
+    """Return a urllib handler whose connections end when the time limit is over."""
     base, connection_class = {
         "http": (urllib.request.HTTPHandler, http.client.HTTPConnection),
         "https": (urllib.request.HTTPSHandler, http.client.HTTPSConnection),
@@ -189,7 +189,7 @@ def _handler(scheme: str, limit: _TimeLimit) -> urllib.request.BaseHandler:
 
         def connect(self) -> None:
             super().connect()
-            limit.add(self.sock)  # of HTTPS it is another one
+            limit.add(self.sock)  # HTTPS wraps the socket in another one
 
     class Handler(base):
         def do_open(self, _connection_class: type, request: urllib.request.Request, **kwargs: Any) -> Any:

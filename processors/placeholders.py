@@ -1,4 +1,4 @@
-"""Placeholders of a prompt -> as many tokens as its images and videos need, their items and M-RoPE positions."""
+"""Expand the placeholders of a prompt to the tokens of its images and videos, with items and M-RoPE positions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -22,7 +22,7 @@ class Expansion(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Tokens start ... end of a prompt, which hold the place of an image or a video."""
+    """Indices of a start and an end token in a prompt, which mark the placeholder of an image or a video."""
 
     modality: str
     start: int
@@ -32,9 +32,9 @@ class _Pair(NamedTuple):
 def place_media(
     token_ids: list[int], media: Sequence[MultiModalInput], rules: MediaRules, encode: Encode
 ) -> EngineInput:
-    """The engine's input: placeholders expanded, each image and video at its placeholder.
+    """Return the engine's input, with placeholders expanded for their images and videos.
 
-    Raises RequestError where placeholders and media do not fit together.
+    Raises RequestError if placeholders and media do not match.
     """
     by_modality = {name: [one for one in media if one.modality == name] for name in ("image", "video")}
     expansions = {name: [expansion_of(one, rules, encode) for one in given] for name, given in by_modality.items()}
@@ -46,7 +46,7 @@ def place_media(
 def engine_input(
     token_ids: list[int], placed: Sequence[tuple[MultiModalInput, Sequence[PlaceholderRange]]], rules: MediaRules
 ) -> EngineInput:
-    """The input of an expanded prompt, given its media in order, each with a range per temporal patch."""
+    """Return the engine's input for an expanded prompt and its media in order, with a range per temporal patch."""
     numbers = {"image": count(), "video": count()}
     items = tuple(item for media, ranges in placed for item in media.mm_items(ranges, next(numbers[media.modality])))
     if not items:
@@ -59,10 +59,10 @@ def engine_input(
 def _runs(
     media: MultiModalInput, ranges: Sequence[PlaceholderRange], rules: MediaRules
 ) -> Iterator[tuple[PlaceholderRange, tuple, float]]:
-    """Range, grid and time step of each uninterrupted run of placeholders, which M-RoPE treats as one."""
+    """Yield range, grid and time step of each contiguous run of placeholders, which M-RoPE treats as a unit."""
     _, h, w = media.grid
     step = 1.0
-    if media.modality == "video" and rules.tokens_per_second is not None:  # as in transformers, without times, too
+    if media.modality == "video" and rules.tokens_per_second is not None:  # as in transformers, even without times
         step = float(np.float32(rules.tokens_per_second) * np.float32(media.seconds_per_patch or 1.0))
     first, num_tokens = ranges[0].offset, rules.num_tokens(media.grid)
     if ranges[-1].end - first == num_tokens:
@@ -72,9 +72,9 @@ def _runs(
 
 
 def expansion_of(media: MultiModalInput, rules: MediaRules, encode: Encode) -> Expansion:
-    """The tokens of an image or a video.
+    """Return the tokens of an image or a video.
 
-    With timestamps (Qwen3-VL), as transformers from 5.10 on writes them, inside the outer start and end tokens:
+    With timestamps (Qwen3-VL), in the format of transformers 5.10 and later, inside the outer start and end tokens:
     <0.3 seconds> start placeholders end <0.8 seconds> start placeholders end ...
     """
     t, h, w = media.grid
@@ -94,11 +94,11 @@ def expansion_of(media: MultiModalInput, rules: MediaRules, encode: Encode) -> E
 def expand_placeholders(
     token_ids: list[int], images: Sequence[Expansion], rules: MediaRules, videos: Sequence[Expansion] = ()
 ) -> tuple[list[int], list[tuple[str, list[PlaceholderRange]]]]:
-    """Replace what stands between each pair of start and end tokens by an expansion, in order.
+    """Replace the tokens between each pair of start and end tokens by an expansion, in order.
 
-    A pair with a video token in it is a video's, any other an image's. Returns the ids, and the modality and the
-    placeholders of each pair. Raises RequestError for another number of pairs than images or videos, a start token
-    without an end, and a placeholder outside a pair.
+    A pair that contains a video token belongs to a video, any other pair to an image. Returns the ids, and the modality
+    and placeholders of each pair. Raises RequestError if the number of pairs differs from the number of images or
+    videos, and for a start token without an end, or a placeholder outside a pair.
     """
     pairs, num_open = _pairs(token_ids, rules)
     _check_pairs(token_ids, pairs, num_open, {"image": len(images), "video": len(videos)}, rules)
@@ -118,11 +118,11 @@ def expand_placeholders(
 
 
 def _pairs(token_ids: list[int], rules: MediaRules) -> tuple[list[_Pair], int]:
-    """The pairs of start and end tokens, and the number of start tokens that belong to none.
+    """Return the pairs of start and end tokens, and the number of start tokens without a pair.
 
-    Only a video whose temporal patches are expanded already has pairs inside its own.
+    Pairs nest only in a video whose temporal patches are already expanded.
     """
-    marks: dict[int, tuple[int, bool, bool]] = {}  # start -> its end, whether it has a start or a video token within
+    marks: dict[int, tuple[int, bool, bool]] = {}  # start -> (end, has a start within, has a video token within)
     open_marks: list[list] = []  # [start, has a start, has a video token]
     for i, token_id in enumerate(token_ids):
         if token_id == rules.start_token_id:

@@ -1,7 +1,7 @@
 """M-RoPE position ids: integers, computed once per request and kept with its sequence.
 
-Text advances all three axes (time, height, width) together. The tokens of an image all start at the position after the
-text before it and spread over height and width by row and column (and over time by frame); the text after it continues
+Text advances all three axes (time, height, width) together. An image starts at the position after the preceding text
+and spreads over height and width by row and column (a video also over time by frame). The following text continues
 after the image's longer side, so positions differ from token counts by a constant that decoding needs: the delta.
 (Qwen2-VL, arXiv 2409.12191, section 2.1.)
 """
@@ -18,13 +18,13 @@ def mrope_positions(
     merge_size: int,
     time_steps: Sequence[float] | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Positions (3, num_tokens) int64 of a prompt, and the delta: token i of its completion has position i + delta.
+    """Return positions (3, num_tokens) int64 of a prompt, and the delta to add to the index of a generated token.
 
     `vision_placeholders` are the (offset, length) of each run of placeholder tokens in the prompt, in order; `grids`
-    their (t, h, w) in patches; `time_steps` the positions from one temporal patch to the next (1 where not given),
-    rounded down after the sum. The positions equal what transformers' `get_rope_index` returns. A completion continues
-    the text, as with transformers' `generate`, also where a video has more temporal patches than rows and columns: its
-    tokens have the same positions as in a later prompt that begins with this one.
+    their (t, h, w) in patches. `time_steps` are the positions from one temporal patch to the next (1 by default), whose
+    multiples are rounded down. The positions equal the result of transformers' `get_rope_index`. A completion continues
+    the text as in transformers' `generate`, even if a video has more temporal patches than rows and columns. Its tokens
+    thus have the same positions as in a later prompt that begins with this one.
     """
     parts, end, position = [], 0, 0
     steps = [1.0] * len(grids) if time_steps is None else time_steps

@@ -1,4 +1,4 @@
-"""Token ids, patches and grids that other code made, checked and copied: the caller may reuse its buffers at once."""
+"""Check and copy token ids, patches and grids from other code, which may reuse its buffers at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -17,17 +17,17 @@ from mmvllm.processors.placeholders import engine_input
 from mmvllm.utils.arguments import are_ints
 from mmvllm.utils.text import counted, shown
 
-# Of patches and grids, by modality, as transformers' processors call them.
+# The names of patches and grids in transformers' processors, by modality.
 NAMES = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 Array = Tensor | np.ndarray | Sequence  # of numbers, nested or not, on any device
 
 
 def own_token_ids(prompt: Any) -> list[int]:
-    """Token ids from a list, a tuple, or a one-dimensional array or tensor of integers; raises RequestError."""
+    """Return token ids from a list, a tuple, or a one-dimensional array or tensor of integers; raises RequestError."""
     if isinstance(prompt, Tensor | np.ndarray):
         array = _to_numpy(prompt)
-        if array.shape == (0,):  # of floats, where numpy or torch chose the dtype
+        if array.shape == (0,):  # numpy and torch make empty arrays of floats by default
             return []
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise RequestError(
@@ -42,7 +42,7 @@ def own_token_ids(prompt: Any) -> list[int]:
 
 
 def _as_token_id(item: Any) -> Any:
-    """An integer of numpy or torch as Python's; anything else as it is."""
+    """Convert an integer of numpy or torch to Python's; return anything else unchanged."""
     if isinstance(item, Tensor | np.ndarray) and item.ndim == 0:
         item = _to_numpy(item)[()]
     return int(item) if isinstance(item, np.integer) else item
@@ -59,17 +59,17 @@ def input_from_tensors(
     video_grid_thw: Array | None = None,
     second_per_grid_ts: Iterable[float] | None = None,
 ) -> EngineInput:
-    """The input of a prompt whose placeholders are expanded already, and of the tensors that transformers makes.
+    """Return the engine's input for an expanded prompt and the tensors of transformers' processors.
 
     Args:
-        pixel_values: (P, patch_dim) of all images packed, or one array for each: uint8 patches or normalised floats.
+        pixel_values: (P, patch_dim), all images packed, or one array per image: uint8 patches or normalized floats.
         image_grid_thw: (number of images, 3), in patches.
-        vision_placeholders: (offset, length) of each image's tokens; found in the prompt where not given.
-        image_digests: computed from the copied patches where not given.
+        vision_placeholders: (offset, length) of each image's tokens; by default, they are located in the prompt.
+        image_digests: by default, they are computed from the copied patches.
         pixel_values_videos, video_grid_thw: the same for videos.
         second_per_grid_ts: seconds from one temporal patch of a video to the next, for families that use them.
 
-    Raises RequestError for anything that does not fit together.
+    Raises RequestError for arguments that do not match.
     """
     images = _media("image", rules, token_ids, pixel_values, image_grid_thw, digests=image_digests)
     videos = _media("video", rules, token_ids, pixel_values_videos, video_grid_thw, seconds=second_per_grid_ts)
@@ -90,7 +90,7 @@ def _media(
     grids: Array | None,
     **keys: Any,
 ) -> list[MultiModalInput]:
-    """The images or the videos, checked against the number of placeholders of a prompt."""
+    """Return the images or the videos; raises RequestError if media or placeholders are missing or not supported."""
     patches_name, grids_name = NAMES[modality]
     rows, token_id = _as_list(grids_name, grids), None if rules is None else rules.token_id(modality)
     if not rows:
@@ -116,7 +116,7 @@ def media_from_tensors(
     digests: Iterable[bytes] | None = None,
     seconds: Iterable[float] | None = None,
 ) -> list[MultiModalInput]:
-    """Images or videos from what transformers' processors make of them, named as there in errors."""
+    """Return images or videos from the outputs of transformers' processors; errors use transformers' names."""
     patches_name, grids_name = NAMES[modality]
     own = own_grids(grids, rules.merge_size, grids_name)
     pieces = _split(patches_name, patches, own, grids_name, rules.patch_dim)
@@ -136,7 +136,7 @@ def media_from_tensors(
 def _digests(
     modality: str, patches: Tensor, grid: Grid, given: bytes | None, seconds_per_patch: float | None
 ) -> tuple[bytes, ...]:
-    """The digest of each temporal patch, from the digest of the whole if one is given."""
+    """Return the digest of each temporal patch, derived from the digest of the whole if there is one."""
     t, h, w = grid
     if given is not None:
         return (given,) if t == 1 else tuple(given + bytes(repr(i), "ascii") for i in range(t))
@@ -189,23 +189,23 @@ def _placed(
 
 
 def _check_apart(placed: list[tuple[MultiModalInput, list[PlaceholderRange]]]) -> None:
-    """A video whose grid is that of another one would go on behind the next image."""
+    """Raise RequestError for overlapping media: a video with another video's grid would extend past the next image."""
     for (media, placeholders), (_, following) in pairwise(placed):
         if placeholders[-1].end > following[0].offset:
             raise RequestError(
-                f"the tokens of an image or a video stand inside a {media.modality} of grid {media.grid}; "
+                f"the tokens of an image or a video are inside a {media.modality} of grid {media.grid}; "
                 "give grids in the order of the prompt",
                 param=NAMES[media.modality][1],
             )
 
 
 def _to_numpy(array: Any) -> np.ndarray:
-    """A copy on the host."""
+    """Return a copy on the host."""
     return array.detach().cpu().numpy().copy() if isinstance(array, Tensor) else np.array(array)
 
 
 def _as_list(name: str, given: Any) -> list:
-    """The items of an array, a list or another iterable; none of None."""
+    """Return the items of an array, a list or another iterable; [] for None."""
     try:
         return [] if given is None else list(given)
     except TypeError:
@@ -213,7 +213,7 @@ def _as_list(name: str, given: Any) -> list:
 
 
 def own_grids(given: Array, merge_size: int, name: str = "image_grid_thw") -> list[Grid]:
-    """Sizes (t, h, w) in patches; raises RequestError for what is not an array (number, 3) of such sizes."""
+    """Return sizes (t, h, w) in patches; raises RequestError for anything but an array (number, 3) of such sizes."""
     rows = _as_list(name, given)
     try:
         array = np.stack([_to_numpy(row) for row in rows])
@@ -258,7 +258,7 @@ def _check_placeholders(placeholders: list[PlaceholderRange], lengths: list[int]
 
 
 def _split(name: str, pixel_values: Array | None, grids: list[Grid], grids_name: str, patch_dim: int) -> list[Tensor]:
-    """A copy of the patches (P, patch_dim) of each image or video."""
+    """Return a copy of the patches (P, patch_dim) of each image or video."""
     sizes = [prod(grid) for grid in grids]
     if isinstance(pixel_values, np.ndarray):
         pixel_values = _as_tensor(name, pixel_values)
@@ -281,9 +281,9 @@ def _split(name: str, pixel_values: Array | None, grids: list[Grid], grids_name:
 
 
 def _as_tensor(name: str, patches: Any) -> Tensor:
-    """A tensor, which may share the memory of one that is given; raises RequestError."""
+    """Return a tensor, which may share memory with `patches`; raises RequestError."""
     try:
-        # Torch cannot read every layout of numpy: a copy has neither negative strides nor a foreign byte order.
+        # torch does not support every numpy layout: the copy has no negative strides and native byte order.
         return torch.as_tensor(_in_native_order(patches) if isinstance(patches, np.ndarray) else patches)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RequestError(f"{name} cannot be read ({error})", param=name) from None

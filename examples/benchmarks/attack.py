@@ -38,13 +38,13 @@ IMAGES = sorted((Path(__file__).resolve().parents[1] / "images").glob("*.png"))[
 QUESTION = "What do you see?"
 MAX_WAITING, BODY_SECONDS = 16, 5
 BURST = 60  # requests at once; more than fit
-ANSWER_SECONDS, POLL_SECONDS = 45.0, 10.0  # within which answers and health must arrive, on a machine of two cores
+ANSWER_SECONDS, POLL_SECONDS = 45.0, 10.0  # time limits for answers and for health, on a machine with two cores
 SETTLE_SECONDS = 30.0
-# What may remain: buffers of the allocator, and threads of pools that were not full yet.
+# Allowed growth: buffers of the allocator, and threads of pools that were not full yet.
 MEMORY_GROWTH, MEMORY_BYTES, POOL_THREADS = 0.05, 32 << 20, 8
 IN_FLIGHT = ("requests_preparing", "sequences_waiting", "sequences_running", "kv_cache_usage_ratio")
 EXPECTED_LINES = ("mmvllm serve: without --model", "shutting down")
-CLOSED = "closed"  # what is counted instead of a status if the server closed the connection
+CLOSED = "closed"  # the outcome if the server closed the connection without a status
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Target:
         self.port, self._watched = int(found[1]), psutil.Process(self._process.pid)
 
     def usage(self) -> dict[str, int]:
-        """Memory in bytes, open files and sockets, and threads, of the server and its child processes."""
+        """Return memory in bytes, open files and sockets, and threads, of the server and its child processes."""
         processes = [self._watched, *self._watched.children(recursive=True)]
         return {
             "memory": sum(process.memory_info().rss for process in processes),
@@ -85,7 +85,7 @@ class Target:
         }
 
     def stop(self) -> str:
-        """Returns what the server logged."""
+        """Stop the server and return what it logged."""
         self._process.terminate()
         self._process.wait(60)
         self._log.seek(0)
@@ -93,7 +93,7 @@ class Target:
 
 
 async def exchange(port: int, data: bytes, seconds: float = 120.0) -> tuple[int | str, bytes]:
-    """Send bytes, read until the server closes the connection; the status, or CLOSED, and the body."""
+    """Send bytes, read until the server closes the connection, and return the status, or CLOSED, and the body."""
     received = b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -115,7 +115,7 @@ async def send_one_of(named: dict[str, bytes], port: int, rng: random.Random, ta
 
 
 async def stall(port: int, rng: random.Random, tally: Tally) -> None:
-    """A head or body that never ends, or a client that never reads; the server must close the connection."""
+    """Send nothing, or a head or a body that never ends; the server must close the connection."""
     whole = request_bytes(CHAT, b"{" + b" " * 1000)
     begun = rng.choice([b"", whole[: rng.randrange(1, 60)], whole[:-500]])
     status, _ = await exchange(port, begun, seconds=60)
@@ -139,7 +139,7 @@ async def hang_up(port: int, rng: random.Random, tally: Tally) -> None:
 
 
 async def overload(port: int, rng: random.Random, tally: Tally) -> None:
-    """More requests at once than may wait."""
+    """Send more requests at once than may wait."""
     body = json.dumps(hostile.chat(f"Hello {rng.random()}", max_tokens=8)).encode()
     answers = await asyncio.gather(*[exchange(port, request_bytes(CHAT, body)) for _ in range(BURST)])
     for status, _ in answers:
@@ -148,7 +148,7 @@ async def overload(port: int, rng: random.Random, tally: Tally) -> None:
 
 
 async def ask(port: int, image: Path) -> str:
-    """The greedy answer to the question; retried while the server is busy."""
+    """Return the greedy answer to the question; retry while the server is busy."""
     body = json.dumps(image_chat(image.read_bytes(), QUESTION, max_tokens=32)).encode()
     while True:
         status, answer = await exchange(port, request_bytes(CHAT, body))
@@ -180,7 +180,7 @@ async def poll(port: int, rng: random.Random, tally: Tally) -> None:
 
 
 async def metrics(port: int) -> dict[str, float]:
-    """Sums of all samples by name, without the prefix `mmvllm_`; and `status 500`, the number of such responses."""
+    """Return sums of all samples by name, without the prefix `mmvllm_`; `status 500` counts such responses."""
     _, body = await exchange(port, request_bytes("/metrics", method="GET"))
     found = Counter()
     for family in text_string_to_metric_families(body.decode()):
@@ -195,7 +195,7 @@ def is_refusal(outcome: int | str) -> bool:
 
 
 async def attack(port: int, expected: dict[Path, str], seconds: float, rng: random.Random) -> dict[str, Tally]:
-    """All kinds of clients at once, each in a loop; returns their outcomes."""
+    """Run all kinds of clients at once, each in a loop, and return their outcomes."""
     named = {"hostile images": with_images(), "malformed HTTP": hostile.http_requests(), "forged bodies": with_bodies()}
     clients = [
         *[(kind, 2, is_refusal, _sending(requests)) for kind, requests in named.items()],
@@ -239,7 +239,7 @@ def with_bodies() -> dict[str, bytes]:
 
 
 async def settled(target: Target, before: dict[str, int] | None = None) -> tuple[dict[str, int], dict[str, float]]:
-    """Usage and metrics once they are back at `before`, or after `SETTLE_SECONDS`."""
+    """Return usage and metrics once they are back at `before`, or after `SETTLE_SECONDS`."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         await asyncio.sleep(2)
@@ -257,7 +257,7 @@ def growth(before: dict[str, int], after: dict[str, int]) -> list[str]:
 
 async def run(target: Target, seconds: float, seed: int) -> tuple[dict[str, Tally], list[str]]:
     """Attack twice: the first, shorter attack fills caches and buffers, and is not measured."""
-    rng, images = random.Random(seed), IMAGES * 4  # at once, so that all processes that decode are started
+    rng, images = random.Random(seed), IMAGES * 4  # asked at once, to start all processes that decode
     expected = dict(zip(images, await asyncio.gather(*(ask(target.port, image) for image in images)), strict=True))
     await attack(target.port, expected, seconds / 4, rng)
     before, _ = await settled(target)
@@ -273,7 +273,7 @@ async def run(target: Target, seconds: float, seed: int) -> tuple[dict[str, Tall
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the attack (default: %(default)g)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of attacks (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of attacks (default: %(default)s)")
     args = parser.parse_args()
     with TemporaryFile("w+") as file:
         target = Target(file)

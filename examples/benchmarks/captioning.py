@@ -3,12 +3,12 @@
     python examples/benchmarks/captioning.py
 
 Draws 2,000 images from a seed: the bundled model's scenes with uneven light and grain, 64 to 4000 pixels long, as
-JPEG, PNG and WebP in nested folders, about 750 MB; 1 % are broken or misnamed, 5 % duplicates. Three methods are run in
+JPEG, PNG and WebP in nested folders, about 750 MB; 1 % are broken or misnamed, 5 % duplicates. Three methods run in
 turn: `caption_images` on the folder, and, on an even sample of the files, `LLM.generate_multimodal` and transformers
-with one image after another. Each run loads its model again, so that no cache is shared, and warms up on other images;
-both are excluded from the time. A rate counts every processed file, including broken ones and duplicates. Decoding is
-greedy, in float32. Tokens are those that the model generated. Peak memory is that of the process during the run, or
-since its start on systems other than Linux, where it cannot be reset.
+with one image after another. Each run reloads its model, to share no cache, and warms up on other images; both are
+excluded from the time. A rate counts every processed file, including broken ones and duplicates. Decoding is greedy, in
+float32. Only tokens that the model generated are counted. Peak memory is the process's peak during the run, or since
+its start on systems other than Linux, where it cannot be reset.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from mmvllm.cli.common import at_least_one
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scenes import DESCRIBE, draw, random_scene
 
-# torch, and modules that import it, are imported in functions, so that the processes that draw images start faster.
+# Only functions import torch, and modules that import it, because the processes that draw images must start fast.
 
 PROMPT = DESCRIBE[0]
 WARM_UP = sorted((Path(__file__).resolve().parent.parent / "images").glob("*.png"))[:6]
@@ -48,19 +48,19 @@ MAX_ASPECT = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One file: its path in the folder, what is drawn from which seed, and how it is saved."""
+    """One file: its path in the folder, the seed and the size of its image, and how it is saved."""
 
     path: str
     seed: int
     width: int
     height: int
     format: str
-    options: dict = field(default_factory=dict)  # of Image.save
+    options: dict = field(default_factory=dict)  # arguments of Image.save
     kind: str = "image"  # or "duplicate", or one of BROKEN
 
 
 def plan(count: int, seed: int) -> list[Recipe]:
-    """The files of a folder, sorted by path; a function of the arguments only."""
+    """Return the files of a folder, sorted by path; they depend only on the arguments."""
     rng = random.Random(seed)
     kinds = [BROKEN[i % len(BROKEN)] for i in range(round(0.01 * count))] + ["duplicate"] * round(0.05 * count)
     kinds += ["image"] * (count - len(kinds))
@@ -74,7 +74,7 @@ def plan(count: int, seed: int) -> list[Recipe]:
 
 
 def _recipe(i: int, count: int, kind: str, image_format: str, rng: random.Random) -> Recipe:
-    # Steps of the golden ratio spread the sizes evenly over any part of the files, so that a sample has the same mix.
+    # Steps of the golden ratio spread the sizes evenly over any part of the files, which gives a sample the same mix.
     side = SHORTEST * (LONGEST / SHORTEST) ** ((0.5 + i * 0.6180339887) % 1)
     aspect = MAX_ASPECT ** rng.uniform(-1, 1)
     width, height = round(side * min(1, aspect)), round(side / max(1, aspect))
@@ -91,7 +91,7 @@ def _recipe(i: int, count: int, kind: str, image_format: str, rng: random.Random
 
 
 def _duplicate(recipe: Recipe, originals: list[Recipe], rng: random.Random) -> Recipe:
-    """An original under another name: about half are PNGs that are compressed again, the others identical files."""
+    """Return an original under another name: about half are recompressed PNGs, the others identical files."""
     original = rng.choice(originals)
     pngs = [other for other in originals if other.format == "PNG"]
     if pngs and rng.random() < 0.5:
@@ -101,7 +101,7 @@ def _duplicate(recipe: Recipe, originals: list[Recipe], rng: random.Random) -> R
 
 
 def paint(recipe: Recipe) -> Image.Image:
-    """A scene of the recipe's size; light and grain give its file about the size of a photograph's."""
+    """Paint a scene of the recipe's size, with light and grain that make its file about as large as a photograph's."""
     rng, noise = random.Random(recipe.seed), np.random.default_rng(recipe.seed)
     width, height = recipe.width, recipe.height
     image = draw(replace(random_scene(rng), width=width, height=height), rng)
@@ -113,7 +113,7 @@ def paint(recipe: Recipe) -> Image.Image:
 
 
 def encoded(recipe: Recipe) -> bytes:
-    """The content of the file, damaged according to its kind."""
+    """Return the content of the file, damaged according to its kind."""
     if recipe.kind in ("empty", "not an image"):
         return b"<html>404 Not Found</html>\n" if recipe.kind == "not an image" else b""
     file = io.BytesIO()
@@ -156,7 +156,7 @@ Method = Callable[[list[Path]], Measurement]
 
 
 def batch(args: argparse.Namespace, stack: ExitStack) -> Method:
-    """`caption_images`, given files or the folder."""
+    """Caption files or the folder with `caption_images`."""
     from mmvllm.captioning import caption_images
 
     llm = open_llm(args, stack)
@@ -189,7 +189,7 @@ def loop(args: argparse.Namespace, stack: ExitStack) -> Method:
 
 
 def reference(args: argparse.Namespace, stack: ExitStack) -> Method:
-    """transformers, with one image after another."""
+    """Caption one image after another with transformers."""
     import torch
     from transformers import AutoTokenizer
 
@@ -253,7 +253,7 @@ def measure_method(name: str, paths: list[Path], args: argparse.Namespace) -> Me
 
 
 def measures(measurement: Measurement, baseline: Measurement, sizes: dict[str, int]) -> dict[str, float | None]:
-    """The reported numbers; `sizes` are bytes by path. Captions are compared with `caption_images`'."""
+    """Return the reported numbers; `sizes` are bytes by path. Captions are compared with the `baseline`'s."""
     captions = {path: caption for path, (caption, _) in measurement.answers.items()}
     return {
         "files": len(captions),
@@ -275,7 +275,7 @@ def run(folder: Path, recipes: list[Recipe], args: argparse.Namespace) -> None:
     from mmvllm.config import EngineConfig
 
     files, rounds = [folder / recipe.path for recipe in recipes], []
-    # Reading all files also brings them into the system's cache, so that the first method has no disadvantage.
+    # Reading all files also brings them into the system's cache, which puts all methods on equal terms.
     sizes = {str(path): len(path.read_bytes()) for path in files}
     num_sampled = min(args.sample or len(files), len(files))
     sample = [files[i * len(files) // num_sampled] for i in range(num_sampled)]

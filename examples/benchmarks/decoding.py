@@ -1,8 +1,8 @@
-"""What decoding in a worker process costs, as the server does it, beside decoding in a thread of the same process.
+"""The cost of decoding images in a worker process, as the server does, beside a thread of the same process.
 
     python examples/benchmarks/decoding.py
 
-prints the fastest of several runs for JPEG photographs of a few sizes, one at a time.
+Prints the fastest of several runs for JPEG photographs of a few sizes, one at a time.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def _jpeg(width: int, height: int) -> bytes:
 
 
 def _milliseconds(decode: Callable[[bytes], object], data: bytes, repeat: int) -> float:
-    """The fastest of some runs."""
+    """Return the milliseconds of the fastest of some runs."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()

@@ -2,11 +2,11 @@
 
     pip install ".[serve,test]" && python examples/benchmarks/failed_images.py
 
-Half of the images are PNGs of a few hundred bytes that declare 8000x8000 pixels, half BLP textures that do (only
-captioning reads those; the server refuses them). Each fails after its decoder has allocated the whole image, 256 MB.
-Captioning runs in this process, the server in another process, with the bundled model. Ordinary images come first,
-so that libraries and caches are loaded. Prints the resident size before, the peak, and after; exits with 1 if it is
-more than 5 % larger afterwards.
+Half of the images are PNGs of a few hundred bytes that declare 8000x8000 pixels, and half are BLP textures that do
+(only captioning reads these; the server refuses them). Each fails after its decoder has allocated the whole image, 256
+MB. Captioning runs in this process, the server in another process, with the bundled model. Ordinary images come first,
+to load libraries and caches. Prints the resident size before, the peak, and after; exits with 1 if it is more than 5 %
+larger afterwards.
 """
 
 import argparse
@@ -139,7 +139,7 @@ async def _attack(url: str, process: psutil.Process, num_requests: int) -> Memor
 
 
 async def _ask_all(client: openai.AsyncOpenAI, model: str, images: list[bytes]) -> int:
-    """The number of requests that fail, as the image's sender's fault; another failure is raised."""
+    """Return the number of requests that fail because of their image; raise any other failure."""
     free = asyncio.Semaphore(CONCURRENCY)
 
     async def ask(image: bytes) -> bool:

@@ -3,10 +3,10 @@
     python examples/benchmarks/first_gpu_run.py
     python examples/benchmarks/first_gpu_run.py --minutes 9 --stages decode,latency --again failed
 
-Every step is a process with a time limit, and its result is written as soon as it is known: results.json has all of
-them, table.md what a reader wants to see, and a file for each stage the same in parts. A step that fails ends neither
-the run nor its stage. Steps that have a result are not run again, so the same command continues a run that was ended.
-The model has the sizes of Qwen2-VL-2B and 7B and random weights.
+Every step is a process with a time limit, and its result is written as soon as it is known: results.json has all
+results, table.md the most important ones, and each stage has a file with its results. A failed step ends neither the
+run nor its stage. Steps with a result are not repeated, so the same command continues an interrupted run. The model has
+the sizes of Qwen2-VL-2B and 7B and random weights.
 """
 
 import argparse
@@ -50,10 +50,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("build/gpu-run"), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--minutes", type=float, default=25, help="for the whole run (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=25, help="minutes for the whole run (default: %(default)s)")
     parser.add_argument("--stages", metavar="NAME,NAME", help="default: all; a wrong name lists them")
-    parser.add_argument("--again", choices=("failed", "all"), help="run steps of these stages that have a result again")
-    parser.add_argument("--small", action="store_true", help="on a CPU, with the bundled model: to test this program")
+    parser.add_argument("--again", choices=("failed", "all"), help="repeat steps of these stages that have a result")
+    parser.add_argument("--small", action="store_true", help="use a CPU and the bundled model, to test this program")
     args = parser.parse_args(argv)
     args.output = args.output.resolve()
     known = {stage.name: stage for stage in stages(args.output, args.small)}
@@ -85,7 +85,7 @@ def _run_stage(stage: Stage, record: RunRecord, end: float) -> None:
 
 
 def _environment() -> dict[str, str | None]:
-    """The device and the versions, for the head of the table."""
+    """Return the device and the versions, for the head of the table."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
@@ -99,5 +99,5 @@ def _environment() -> dict[str, str | None]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step that runs is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting ends the step that runs
     sys.exit(main())

@@ -1,11 +1,11 @@
-"""What an image costs in folders of 10 to 10,000 images, which should be the same in all, and the memory.
+"""Time and memory per image in folders of 10 to 10,000 images; the time should be the same in all of them.
 
     python examples/benchmarks/folder_sizes.py
 
-Draws different JPEG images, 250 MB for 11,110 of 448x448, in folders of 10, 100, 1,000 and 10,000, and captions one
-folder after the other with one engine, by default of the bundled model, recording to a JSONL file. CPU time is that of
-all threads of the process; it changes less than the time by the clock on a machine with other load. The resident size
-is that after the folder, its peak that during the folder, where the system reports it.
+Draws different JPEG images in folders of 10, 100, 1,000 and 10,000 (250 MB for 11,110 of 448x448), and captions one
+folder after the other with one engine, by default of the bundled model, recording to a JSONL file. CPU time includes
+all threads of the process; on a machine with other load, it varies less than wall-clock time. The resident size is
+measured after each folder, its peak during the folder, if the system reports it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def draw(folder: Path, count: int, side: int) -> None:
 
 
 def measure(folder: Path, llm, max_tokens: int) -> dict[str, float]:
-    """Caption a folder; seconds and resident bytes."""
+    """Caption a folder, and return seconds and resident bytes."""
     import psutil
     import torch
 
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(benchmark="folder_sizes")
     parser.add_argument("--counts", type=at_least_one, nargs="+", default=[10, 100, 1000, 10_000], metavar="N")
-    parser.add_argument("--side", type=at_least_one, default=448, help="of each image, in pixels")
+    parser.add_argument("--side", type=at_least_one, default=448, help="side of each image in pixels")
     parser.add_argument("--max-tokens", type=at_least_one, default=16)
     parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to this file")

@@ -1,10 +1,10 @@
-"""What structured output costs the CPU: compiling a grammar, and the mask of one row of logits.
+"""The CPU time of structured output: compiling a grammar, and filling the mask of one row of logits.
 
     python examples/benchmarks/grammars.py
     python examples/benchmarks/grammars.py --tokenizer Qwen2-VL-2B-Instruct/
 
-A completion is written at random under each grammar. The masks of a step are filled in threads while the model
-computes; a step waits for them only where they take longer than the model.
+Completions are generated at random under each grammar. Threads fill the masks of a step while the model computes; a
+step waits for them only if they take longer than the model.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GRAMMARS = {
 
 
 def measure(compiler: GrammarCompiler, fields: dict, vocab_size: int, num_tokens: int) -> tuple[float, list[float]]:
-    """Seconds to compile, and to fill the mask of each token of completions that are written at random."""
+    """Return the seconds to compile, and to fill the mask of each token of random completions."""
     params = SamplingParams(structured=fields)
     start = time.perf_counter()
     compiler.check(params.structured)
@@ -55,7 +55,7 @@ def measure(compiler: GrammarCompiler, fields: dict, vocab_size: int, num_tokens
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokenizer", type=Path, default=BUNDLED, help="a checkpoint's folder (default: the bundled)")
-    parser.add_argument("--tokens", type=int, default=1000, help="per grammar (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=1000, help="tokens per grammar (default: %(default)s)")
     args = parser.parse_args(arguments)
     tokenizer = load_tokenizer(args.tokenizer)
     compiler = GrammarCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))

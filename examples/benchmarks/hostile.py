@@ -1,4 +1,4 @@
-"""What a hostile client sends: images, HTTP requests and bodies of which a server must refuse every one."""
+"""Inputs of a hostile client: images, HTTP requests and bodies, all of which a server must refuse."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ FEW_SIDE, MANY_SCANS, MANY_COMMENTS = 1500, 3000, 300_000
 
 
 def request_bytes(path: str, body: bytes | None = None, *lines: str, method: str = "POST") -> bytes:
-    """A whole request with the key, after whose response the connection is closed."""
+    """Return a whole request with the key; the connection is closed after its response."""
     length = [] if body is None else [f"Content-Length: {len(body)}", "Content-Type: application/json"]
     head = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", "Connection: close"]
     return "\r\n".join((*head, *length, *lines, "", "")).encode() + (body or b"")
@@ -30,7 +30,7 @@ def image_chat(data: bytes, question: str, **fields: object) -> dict:
 
 
 def images() -> dict[str, bytes]:
-    """Images by what is wrong with each."""
+    """Return images by the defect of each."""
     return {
         "truncated 8000x8000 RGBA PNG": _png(8000, 8000, rows=1),
         "PNG of 2^31 pixels a side": _png(2**31 - 1, 2**31 - 1, rows=0),
@@ -50,7 +50,7 @@ def images() -> dict[str, bytes]:
 
 
 def _png(width: int, height: int, rows: int) -> bytes:
-    """An RGBA PNG whose data ends after some rows."""
+    """Return an RGBA PNG whose data ends after some rows."""
     data = zlib.compress(bytes(rows * (1 + 4 * width)), 9)[:-10]
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + _png_chunk(b"IHDR", header) + _png_chunk(b"IDAT", data)
@@ -67,7 +67,7 @@ def _encoded(kind: str) -> bytes:
 
 
 def _jpeg_of_many_scans() -> bytes:
-    """A progressive JPEG whose last scan is repeated; each takes time in proportion to the number of pixels."""
+    """Return a progressive JPEG whose last scan is repeated; a scan's time is proportional to the number of pixels."""
     file = io.BytesIO()
     Image.new("L", (FEW_SIDE, FEW_SIDE), 128).save(file, "JPEG", progressive=True)
     data = file.getvalue()
@@ -76,7 +76,7 @@ def _jpeg_of_many_scans() -> bytes:
 
 
 def http_requests() -> dict[str, bytes]:
-    """Malformed and ambiguous requests by what is wrong with each."""
+    """Return malformed and ambiguous requests by the defect of each."""
     body = json.dumps({"model": "bundled", "prompt": "Hello", "max_tokens": 1}).encode()
     whole = request_bytes(COMPLETIONS, body, "X: a")
     head, chunks = whole.partition(b"Content-Length")[0], b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
@@ -111,7 +111,7 @@ def http_requests() -> dict[str, bytes]:
 
 
 def bodies() -> dict[str, bytes]:
-    """Bodies of a chat by what is wrong with each."""
+    """Return bodies of a chat by the defect of each."""
     forged = {
         "long model": chat("Hi") | {"model": "x" * 100_000},
         "long key": chat("Hi", **{"é" * 200_000: 1}),

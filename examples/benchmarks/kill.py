@@ -1,16 +1,16 @@
-"""Captioning killed at random moments and resumed, compared with an undisturbed run.
+"""Kills captioning at random moments, resumes it, and compares it with an undisturbed run.
 
     python examples/benchmarks/kill.py 200
     python examples/benchmarks/kill.py 12 --data-parallel-size 2 --images 664 --format jsonl
 
-Draws 20 small images in folders and a tar, with duplicates and broken files, and captions them with the bundled
-model in every format, beside the images and in an output folder. Each job is killed again and again, at moments spread
-over start, model load, run and end, drawn from a seed: four times in six by SIGKILL, once by SIGTERM, once by a double
-SIGINT. When it has finished, its records are compared with an undisturbed run's (without times, and without
-which of equal images is the original) and its caption files byte by byte. Then the next job begins, until N kills are
-done. Prints a table; the exit code is 1 if anything differs. Each run is a process, forked from one that has
-imported torch. With several engines, an engine is killed some time before each run is, which it survives. Processes
-that a run has left behind are counted. Linux only.
+Draws 20 small images in folders and a tar, with duplicates and broken files, and captions them with the bundled model
+in every format, beside the images and in an output folder. Each job is killed again and again, at moments spread over
+start, model load, run and end, drawn from a seed: four times in six by SIGKILL, once by SIGTERM, once by a double
+SIGINT. When it has finished, its records are compared with the records of an undisturbed run, without times and without
+the choice of the original among equal images, and its caption files byte by byte. Jobs follow each other until N kills
+are done. Prints a table; the exit code is 1 if anything differs. Each run is a process forked from one that has
+imported torch. With several engines, an engine is killed some time before each run, which must survive that. Processes
+that a run leaves behind are counted. Linux only.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from mmvllm.cli.common import at_least_one
 from mmvllm.cli.main import main as mmvllm
 
 OPTIONS = ("--device", "cpu", "--max-tokens", "4", "--progress", "none", "--num-kvcache-blocks", "64", "--skip-warmup")
-VARIES = ("time", "seconds", "duplicate_of")  # between two undisturbed runs, too
+VARIES = ("time", "seconds", "duplicate_of")  # differ between two undisturbed runs, too
 SIGNALS = ("kill", "kill", "term", "kill", "interrupt twice", "kill")
-MAX_RUNS = 100  # of one job; more means that it does not get on
-LEFT_SECONDS = 20  # after which a process that a run started should have ended
+MAX_RUNS = 100  # of one job; more means that it makes no progress
+LEFT_SECONDS = 20  # time limit for the end of processes that a run started
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ JOBS = [Job(name) for name in ("jsonl", "csv", "parquet")] + [
 
 @dataclass(slots=True)
 class Counts:
-    """What happened to the jobs of one format."""
+    """Outcomes of the jobs of one format."""
 
     jobs: int = 0
     kills: int = 0
@@ -92,7 +92,7 @@ class Counts:
 
 
 def draw(folder: Path, seed: int = 0, number: int = 4) -> None:
-    """Draw the images, in a new folder; this number in each of three, and copies and damaged ones."""
+    """Draw `number` images in each of three new folders, and add copies and damaged images."""
     numbers = np.random.default_rng(seed)
     for place in ("", "a", "a/deep"):
         (folder / place).mkdir(parents=True)
@@ -108,7 +108,7 @@ def draw(folder: Path, seed: int = 0, number: int = 4) -> None:
 
 
 def start(job: Job, folder: Path, num_engines: int) -> int:
-    """Begin a run of the job in a new process; returns its id."""
+    """Start a run of the job in a new process, and return its id."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -124,7 +124,7 @@ def start(job: Job, folder: Path, num_engines: int) -> int:
 
 
 def end(pid: int, seconds: float, how: str | None = None) -> int | None:
-    """The exit code of a run; None if it was killed after `seconds`, as `how` says."""
+    """Return the exit code of a run, or None if it was killed after `seconds`, as `how` says."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         if (status := os.waitpid(pid, os.WNOHANG))[0]:
@@ -147,7 +147,7 @@ def _send(pid: int, how: str) -> None:
 
 
 def kill_engine(pid: int, seconds: float) -> bool:
-    """Kill an engine of a run after some seconds; False if it has none then."""
+    """Kill an engine of a run after some seconds; return False if it has none then."""
     time.sleep(seconds)
     engines = [child for child in group(pid) if child != pid and "spawn_main" in _command(child)]
     if engines:
@@ -157,7 +157,7 @@ def kill_engine(pid: int, seconds: float) -> bool:
 
 
 def group(pid: int) -> list[int]:
-    """The processes that a run has started, and itself, except those that have ended."""
+    """Return the ids of the run's process and of the processes that it has started, except those that have ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -174,7 +174,7 @@ def _command(pid: int) -> str:
 
 
 def num_left(pid: int) -> int:
-    """Number of processes that a run has left behind."""
+    """Return the number of processes that a run has left behind."""
     limit = time.monotonic() + LEFT_SECONDS
     while (left := len(group(pid))) and time.monotonic() < limit:
         time.sleep(0.05)
@@ -184,7 +184,7 @@ def num_left(pid: int) -> int:
 def disturbed(
     job: Job, folder: Path, seconds: float, moments: random.Random, counts: Counts, most: int, num_engines: int = 1
 ) -> None:
-    """Run the job until it has finished, killed at most `most` times."""
+    """Run the job until it has finished, and kill it at most `most` times."""
     counts.jobs += 1
     for number in range(MAX_RUNS):
         counts.resumes += number > 0
@@ -208,7 +208,7 @@ def disturbed(
 
 
 def records(job: Job, folder: Path) -> Iterator[tuple[str, dict]]:
-    """Path and record of every image, as the format's reader sees them."""
+    """Yield path and record of every image, as the format's reader sees them."""
     if job.format == "parquet":
         from pyarrow import parquet
 
@@ -224,7 +224,7 @@ def records(job: Job, folder: Path) -> Iterator[tuple[str, dict]]:
 
 
 def caption_files(job: Job, folder: Path) -> dict[str, bytes]:
-    """Content by path; the records in JSON files without what varies."""
+    """Return the content of caption files by path; JSON records lack the fields that vary."""
     if job.format not in FILE_FORMATS:
         return {}
     found = {}
@@ -253,7 +253,7 @@ def compare(job: Job, folder: Path, calm: Path, counts: Counts) -> None:
 def run(
     num_kills: int, seed: int, folder: Path, jobs: list[Job] = JOBS, num_engines: int = 1, num_images: int = 4
 ) -> dict[str, Counts]:
-    """Kill the jobs in turn, below `folder`; the counts by job."""
+    """Kill the jobs in turn, below `folder`, and return the counts by job."""
     draw(folder / "images", number=num_images)
     table = {job.name: Counts() for job in jobs}
     for number, job in enumerate(jobs):
@@ -277,14 +277,14 @@ def run(
 
 
 def undisturbed(job: Job, folder: Path, num_engines: int = 1) -> float:
-    """The seconds that a run takes which is not killed."""
+    """Return the seconds of a run that is not killed."""
     before = time.monotonic()
     disturbed(job, fresh(folder), 0, random.Random(), Counts(), 0, num_engines)
     return time.monotonic() - before
 
 
 def fresh(folder: Path) -> Path:
-    """A folder with the images and nothing else."""
+    """Create a folder with the images and nothing else."""
     shutil.rmtree(folder / "job", ignore_errors=True)
     shutil.copytree(folder / "images", folder / "job/images")
     return folder / "job"
@@ -303,11 +303,11 @@ def show(table: dict[str, Counts]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=at_least_one, nargs="?", default=21, metavar="N", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (default: %(default)s)")
     parser.add_argument("--data-parallel-size", type=at_least_one, default=1, metavar="N", help="number of engines")
-    parser.add_argument("--images", type=at_least_one, default=4, metavar="N", help="in each of three folders")
-    parser.add_argument("--format", choices=sorted({job.format for job in JOBS}), help="of the only jobs to kill")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this empty folder, and leave it as it is")
+    parser.add_argument("--images", type=at_least_one, default=4, metavar="N", help="images in each of three folders")
+    parser.add_argument("--format", choices=sorted({job.format for job in JOBS}), help="kill only jobs of this format")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="work in this empty folder, and keep it")
     args = parser.parse_args()
     warm_up()
     jobs = [job for job in JOBS if args.format in (None, job.format)]
@@ -322,7 +322,7 @@ def main() -> int:
 
 
 def warm_up() -> None:
-    """Import what a run imports, without starting threads, which a fork would lose."""
+    """Import the modules of a run without starting threads, which a fork would lose."""
     import torch
 
     import mmvllm.captioning.run

@@ -1,17 +1,17 @@
-"""What the preparation of an image costs beside Pillow alone and beside transformers, in CPU time of one thread.
+"""The CPU time of preparing an image in one thread, beside Pillow alone and transformers.
 
     python examples/benchmarks/preparation.py --model Qwen/Qwen2-VL-2B-Instruct
 
-prints, for each format and size, the milliseconds of
+Prints, for each format and size, the milliseconds of
 
-- Pillow: decode, convert to RGB and resize to the size that the model is given, without patches or a digest.
+- Pillow: decode, convert to RGB and resize to the model's size, without patches or a digest.
 - mmvllm: from the same bytes to uint8 patches and their digest.
-- draft: the same with `jpeg_draft`, where a reduced scale of the JPEG has enough pixels.
+- draft: the same with `jpeg_draft`, if a reduced scale of the JPEG has enough pixels.
 - transformers: from the same bytes to float32 patches, by its image processor with Pillow.
 
-All run in turns in one thread, twice in each round: the best second run counts, so that neither other load nor memory
-that another way has left unmapped matters much. Images are smooth noise; `--grain` adds noise to each pixel, as cameras
-do, which makes files larger and decoding slower.
+All run in turns in one thread, twice in each round. The best second run counts, which makes other load, and memory that
+another method has unmapped, matter little. Images are smooth noise; `--grain` adds noise to each pixel, like cameras,
+which makes files larger and decoding slower.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def _image(width: int, height: int, grain: int) -> Image.Image:
 
 
 def _milliseconds(ways: dict[str, Way], data: bytes, rounds: int) -> dict[str, float]:
-    """The least CPU time of this thread that each took in any round."""
+    """Return the least CPU time of this thread that each method took in any round."""
     least = dict.fromkeys(ways, float("inf"))
     for _ in range(rounds):
         for name, way in ways.items():

@@ -1,17 +1,17 @@
-"""Simulates data parallel serving: how the router's choices compare with round robin and random ones.
+"""Simulates data parallel serving, and compares the router with round robin and random choices.
 
     python examples/benchmarks/routing.py
 
 Needs no model. Requests of four kinds go to 1 to 64 simulated engines, with a constant number in flight. Each engine
-has a prefix cache of blocks and an encoder cache of images, both least recently used first out. Fingerprints and
-choices are made by `mmvllm.parallel.router`. Printed for each kind, number of engines and policy:
+has a prefix cache of blocks and an encoder cache of images, which evict the least recently used entries.
+`mmvllm.parallel.router` computes fingerprints and choices. For each kind, number of engines and policy, it prints:
 
 - tokens: the share of prompt tokens that the engine found in its prefix cache.
 - images: the share of images that were not encoded, because the prefix cache or the encoder cache had them.
 - in flight: the load of the most loaded engine, in tokens of its requests in flight, over the mean; a mean over time.
-- work: the tokens that the busiest engine computed, over the mean; those that were cached do not count.
+- work: the tokens that the busiest engine computed, over the mean; cached tokens do not count.
 
-"one cache" is a single engine with the caches of all: no choice can find more. The last line has all numbers as JSON.
+"one cache" is a single engine with the caches of all: no policy can find more. The last line has all numbers as JSON.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BLOCK = 16  # tokens of a block of the simulated prefix cache
 VOCABULARY, PLACEHOLDER = 150_000, 151_655
 SYSTEM, PROMPT = 512, 80  # tokens, shared by all conversations and by all captions
 OWN_WORDS, QUESTION, ANSWER = (16, 160), (16, 256), (32, 256)  # tokens
-TURNS, USERS = 6, 6  # of a conversation; who ask about an image
+TURNS, USERS = 6, 6  # turns of a conversation; users who ask about an image
 IMAGE = (256, 1280)  # tokens
 HOT = 0.6  # share of requests for the hot image
 POLICIES = ("router", "round robin", "random", "one cache")
@@ -56,7 +56,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Shares and ratios, as the module's text defines them."""
+    """Shares and ratios, as the module's docstring defines them."""
 
     workload: str
     engines: int
@@ -68,7 +68,7 @@ class Outcome:
 
 
 class SimulatedCache:
-    """Keys with sizes, the least recently used first out."""
+    """A cache of keys with sizes, which evicts the least recently used."""
 
     def __init__(self, capacity: int):
         self._capacity, self._used = capacity, 0
@@ -85,7 +85,7 @@ class SimulatedCache:
 
 
 class SimulatedEngine:
-    """Caches and counts of one engine."""
+    """The caches and counts of one engine."""
 
     def __init__(self, cache_tokens: int, image_tokens: int):
         self._prefixes, self._images = SimulatedCache(cache_tokens), SimulatedCache(image_tokens)
@@ -107,7 +107,7 @@ class SimulatedEngine:
 
 
 def conversations(rng: random.Random, in_flight: int) -> Iterator[SimulatedRequest]:
-    """Chats of six turns with one system prompt, twice as many as are in flight, whose turns come in random order."""
+    """Chats of six turns with one system prompt, in random order; twice as many chats as requests in flight."""
     system = _words(rng, SYSTEM)
     idle = [(system, 0)] * (2 * in_flight)
     busy: deque[tuple[Tokens, int]] = deque()
@@ -121,7 +121,7 @@ def conversations(rng: random.Random, in_flight: int) -> Iterator[SimulatedReque
 
 
 def shared_images(rng: random.Random, in_flight: int) -> Iterator[SimulatedRequest]:
-    """Images that six users each ask about, half of the users with words of their own before the image."""
+    """Images that six users each ask about; half of the users write other words before the image."""
     open_images: list[list] = []
     while True:
         while len(open_images) < in_flight:
@@ -143,7 +143,7 @@ def captions(rng: random.Random, in_flight: int) -> Iterator[SimulatedRequest]:
 
 
 def hot_image(rng: random.Random, in_flight: int) -> Iterator[SimulatedRequest]:
-    """Questions about one image, between captions of others."""
+    """Questions about one image, mixed with captions of other images."""
     others = captions(rng, in_flight)
     while True:
         if rng.random() < HOT:
@@ -161,7 +161,7 @@ WORKLOADS: dict[str, Callable[..., Iterator[SimulatedRequest]]] = {
 
 
 class Simulation:
-    """Engines behind a router, or behind a policy that a router only counts for."""
+    """Engines behind a router, or behind another policy, for which a router only counts."""
 
     def __init__(self, policy: str, num_engines: int, options: argparse.Namespace):
         caches = num_engines if policy == "one cache" else 1
@@ -172,10 +172,10 @@ class Simulation:
         others = {"random": lambda fp: rng.randrange(num_engines), "round robin": lambda fp: next(turns)}
         self._choose = others.get(policy, self._router.choose)
         self._running: deque[tuple[int, Fingerprint]] = deque()
-        self._ratios: list[float] = []  # of the largest load to the mean
+        self._ratios: list[float] = []  # of the largest load to the mean load
 
     def run(self, requests: Sequence[SimulatedRequest], in_flight: int) -> None:
-        """Each request ends when `in_flight` others have started after it."""
+        """Run requests; each ends when `in_flight` others have started after it."""
         for request in requests:
             if len(self._running) == in_flight:
                 self._router.ended(*self._running.popleft())
@@ -197,7 +197,7 @@ class Simulation:
 
 
 def simulate(workload: str, num_engines: int, options: argparse.Namespace) -> Iterator[Outcome]:
-    """All policies, with the same requests."""
+    """Yield the outcomes of all policies for the same requests."""
     in_flight = options.in_flight * num_engines
     source = WORKLOADS[workload](random.Random(options.seed), in_flight)
     requests = list(islice(source, options.requests * num_engines))
@@ -208,7 +208,7 @@ def simulate(workload: str, num_engines: int, options: argparse.Namespace) -> It
 
 
 def microseconds(num_engines: int, num_tokens: int = 4000, repeat: int = 500) -> dict[str, float]:
-    """The fastest of some runs with a prompt of one image, known to all engines: its fingerprint, and a choice."""
+    """Return the fastest of some runs for a prompt with an image, known to all engines: fingerprint and choice."""
     token_ids = [*range(1000), *[PLACEHOLDER] * 1000, *range(num_tokens - 2000)]
     fp = fingerprint(token_ids, [(1000, b"image")], None, 256)
     router = Router(num_engines)
@@ -272,11 +272,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     sizes = [1, 2, 4, 8, 16, 32, 64]
     parser.add_argument("--engines", type=at_least_one, nargs="+", default=sizes, help="(default: %(default)s)")
-    parser.add_argument("--requests", type=at_least_one, default=200, help="per engine (default: %(default)s)")
-    parser.add_argument("--in-flight", type=at_least_one, default=8, help="per engine (default: %(default)s)")
-    parser.add_argument("--cache", type=at_least_one, default=65_536, help="tokens (default: %(default)s)")
+    parser.add_argument("--requests", type=at_least_one, default=200, help="requests per engine (default: %(default)s)")
+    parser.add_argument("--in-flight", type=at_least_one, default=8, help="at each engine (default: %(default)s)")
+    parser.add_argument("--cache", type=at_least_one, default=65_536, help="cached tokens (default: %(default)s)")
     parser.add_argument("--images", type=at_least_one, default=16_384, help="tokens of images (default: %(default)s)")
-    parser.add_argument("--max-imbalance", type=float, help="of the router (default: its own)")
+    parser.add_argument("--max-imbalance", type=float, help="limit of the router (default: the router's)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     options.router = {} if options.max_imbalance is None else {"max_imbalance": options.max_imbalance}

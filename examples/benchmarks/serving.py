@@ -4,12 +4,11 @@
 
 Starts the server with the bundled model, and 64 clients (the `openai` package) that send requests without pause:
 chats with two, one or no image and plain completions, streamed or not. One request in ten is cancelled by its client,
-one in twenty has an invalid image. Every completion is compared with that of `LLM`, computed before. With
+one in twenty has an invalid image. Every completion is compared with the one that `LLM` generated before. With
 `--data-parallel-size 2` the server has two engines, and with `--kill 5` one of them is killed every five seconds if
-both are up: requests that had a token may then end with an error, those that had none may not. At the end the server
-must hold no request, no KV block, no temporary file and no more open files and sockets than at its start, and
-its memory must not have grown in the second half. The clients run on the same cores as the server. Exits with 1 if a
-check fails.
+both are up: requests that had a token may then end with an error, but others may not. At the end, the server must hold
+no request, no KV block, no temporary file and no more open files and sockets than at its start, and its memory must not
+have grown in the second half. The clients run on the same cores as the server. Exits with 1 if a check fails.
 """
 
 import argparse
@@ -120,7 +119,7 @@ def image_part(scene, rng: random.Random) -> dict:
 
 
 def with_expected_texts(cases: list[Case]) -> list[Case]:
-    """The cases with the texts that `LLM` generates for them."""
+    """Return the cases with the texts that `LLM` generates for them."""
     llm = LLM()
     prompts = [
         {"text": c.request["prompt"]} if c.kind == "completion" else {"messages": c.request["messages"]} for c in cases
@@ -132,7 +131,7 @@ def with_expected_texts(cases: list[Case]) -> list[Case]:
 
 
 class ServerProcess:
-    """`mmvllm serve` with the bundled model on a free port and its own folder for temporary files."""
+    """`mmvllm serve` with the bundled model on a free port, with a separate folder for temporary files."""
 
     def __init__(self, folder: str, num_engines: int = 1):
         self.folder, self._num_engines, self.num_kills = folder, num_engines, 0
@@ -147,28 +146,28 @@ class ServerProcess:
         self.url = found[0]
         self.memory: list[int] = []
         self._watched = psutil.Process(self._process.pid)
-        self.metrics()  # so that files opened by the first request are not counted as leaks
+        self.metrics()  # the first request opens files, which are not leaks
         self._num_open = self.num_open()
 
     def metrics(self) -> dict[str, float]:
         with urllib.request.urlopen(f"{self.url}/metrics") as response:
             families = text_string_to_metric_families(response.read().decode())
-            sums = Counter()  # over engines, too
+            sums = Counter()  # also over engines
             for sample in (sample for family in families for sample in family.samples):
                 sums[sample.name] += sample.value
             return sums
 
     def is_whole(self) -> bool:
-        """Whether all engines are up."""
+        """Return whether all engines are up."""
         return self._num_engines == 1 or self.metrics()["mmvllm_engine_up"] == self._num_engines
 
     async def kill_engines(self, seconds: float) -> None:
-        """Kill the first engine when all have been up for so long, again and again."""
+        """Kill one engine every `seconds`, if all engines are up."""
         while True:
             await asyncio.sleep(seconds)
             if await asyncio.to_thread(self.is_whole):
                 spawned = [one for one in self._watched.children() if "--multiprocessing-fork" in one.cmdline()]
-                # Those that decode images are started later, and have less memory than an engine.
+                # Processes that decode images have less memory than an engine.
                 os.kill(max(spawned, key=lambda one: one.memory_info().rss).pid, signal.SIGKILL)
                 self.num_kills += 1
 
@@ -178,14 +177,14 @@ class ServerProcess:
             await asyncio.sleep(SAMPLE_S)
 
     def num_open(self) -> int:
-        """The number of open files and sockets, without the processes that decode images.
+        """Return the number of open files and sockets, without the processes that decode images.
 
         The server starts these processes as it needs them, up to one per core.
         """
         return self._watched.num_fds() - DESCRIPTORS_PER_PROCESS * len(self._watched.children())
 
     def leaks(self) -> list[str]:
-        """Descriptions of resources still held after all clients have disconnected."""
+        """Return descriptions of resources still held after all clients have disconnected."""
         found = []
         while not self.is_whole():
             time.sleep(0.1)
@@ -230,7 +229,7 @@ async def run_client(
 
 @contextmanager
 def ending_with_engines(tally: Tally, times: list[float] | None = None) -> Iterator[None]:
-    """Count a request that ends with its engine; without `times` of tokens, where they are given, it is wrong."""
+    """Count a request that ends with its engine; it is wrong if its `times` of tokens are known but empty."""
     try:
         yield
     except openai.APIError as error:
@@ -311,7 +310,7 @@ async def ask_with_invalid_image(client: openai.AsyncOpenAI, tally: Tally) -> No
 async def load(
     server: ServerProcess, cases: list[Case], clients: int, seconds: float, seed: int, kill_seconds: float | None
 ) -> tuple[Tally, float]:
-    """Run the clients; returns their results and the elapsed seconds."""
+    """Run the clients, and return their results and the elapsed seconds."""
     tally, start = Tally(), time.perf_counter()
     tasks = [asyncio.create_task(server.watch_memory())]
     tasks += [asyncio.create_task(server.kill_engines(kill_seconds))] if kill_seconds else []

@@ -1,11 +1,11 @@
-"""How long a command takes to start: `mmvllm caption` from its start to its first caption, and to its end.
+"""The startup time of `mmvllm caption`: from its start to its first caption, and to its end.
 
     python examples/benchmarks/startup.py
     python examples/benchmarks/startup.py --model Qwen2-VL-2B-Instruct/ -- --quantization int8
 
 Options of `mmvllm caption` follow "--". The image is one of `examples/images`, the model by default the bundled one.
 Each run is a new process; the first one, which reads files that are not in the system's cache, is listed but not
-counted. `mmvllm --version` shows what the interpreter and the command line take, `import torch` what torch does.
+counted. `mmvllm --version` shows the time of the interpreter and the command line, `import torch` that of torch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ IMAGE = Path(__file__).resolve().parent.parent / "images" / "scene-01.png"
 
 
 def seconds_of(*command: str) -> tuple[float, float]:
-    """From the start of an interpreter to its first line of output, and to its end."""
+    """Return the seconds from the start of an interpreter to its first line of output, and to its end."""
     start = time.perf_counter()
     with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
         process.stdout.readline()
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", help="checkpoint folder or hub id (default: the small bundled model)")
     parser.add_argument("--max-tokens", type=at_least_one, default=16)
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the last line to this file")
-    parser.add_argument("options", nargs="*", metavar="OPTION", help='of mmvllm caption, after "--"')
+    parser.add_argument("options", nargs="*", metavar="OPTION", help='options of mmvllm caption, after "--"')
     args = parser.parse_args(argv)
 
     import torch

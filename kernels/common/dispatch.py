@@ -1,4 +1,4 @@
-"""When kernels run instead of torch references, which devices have 8-bit floats, in which dtype a CPU multiplies."""
+"""Decides whether kernels run, whether a device supports 8-bit floats, and in which dtype a CPU multiplies."""
 
 import time
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ FP8_CAPABILITY = (8, 9)  # the first with products of 8-bit floats
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether the kernel, not its reference, processes this tensor."""
+    """Return whether the kernel processes this tensor, not its reference."""
     return x.is_cuda and triton.__version__ is not None
 
 
 def triton_unusable(device: torch.device) -> str | None:
-    """Why kernels cannot run on this device, or None if they can; Triton's interpreter runs them on a CPU, slowly."""
+    """Return why kernels cannot run on this device, or None; Triton's interpreter runs them on a CPU, but slowly."""
     if triton.__version__ is None:
         return "needs Triton, which is not installed"
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
@@ -48,20 +48,20 @@ def triton_unusable(device: torch.device) -> str | None:
 
 
 def supports_fp8(device: torch.device) -> bool:
-    """Whether kernels that store 8-bit floats can run on this device; their references run on any CPU."""
+    """Return whether kernels that store 8-bit floats run on this device; their references run on any CPU."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 @cache
 def multiplies_float32_faster() -> bool:
-    """Whether products of many rows take clearly less time in float32 than in bfloat16, measured once in about 10 ms.
+    """Return whether products of many rows are clearly faster in float32 than in bfloat16, measured once in 10 ms.
 
-    CPUs whose instructions for bfloat16 are slow, such as Emerald Rapids without AMX (109 Gflop/s a core, and 223 in
-    float32), or are missing, also compute more precisely in float32. Others take half the time in bfloat16, so that
-    noise does not change the answer.
+    They are faster on CPUs whose bfloat16 instructions are missing or slow, such as Emerald Rapids without AMX (109
+    Gflop/s per core, 223 in float32), and float32 is more precise. Other CPUs take half the time in bfloat16, so noise
+    does not change the result.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # time of waiting for other threads would be counted
+    torch.set_num_threads(1)  # waiting for other threads would be counted
     try:
         times = [(_product_time(torch.float32), _product_time(torch.bfloat16)) for _ in range(10)]
     finally:
@@ -111,10 +111,10 @@ class KernelShapes:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of `mmvllm bench kernels`: arguments of both kernel and reference, and the minimum work."""
+    """One line of `mmvllm bench kernels`: the arguments of the kernel and its reference, and the minimum work."""
 
     kernel: str  # its name, without _torch or _triton
     label: str  # the shape, as printed: "N=64 C=1536"
     args: tuple
-    bytes: int  # that must be read or written
+    bytes: int  # bytes that must be read or written
     flops: int = 0

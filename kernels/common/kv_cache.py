@@ -1,7 +1,7 @@
 """KV cache in 8 bits, with a scale per head and slot.
 
-Scales are stored in blocks, as the values are. One scale per block would not do: a later token may be larger than all
-earlier ones, and requantizing those would make results depend on how a prompt is chunked and on prefix cache hits.
+Scales are stored in blocks, like the values. One scale per block would not work: a later token may be larger than all
+earlier ones, and requantizing the block would make results depend on prompt chunks and prefix cache hits.
 """
 
 from collections.abc import Iterator
@@ -64,19 +64,19 @@ class QuantizedKVCache:
     def write(self, slots: Tensor, x: Tensor) -> None:
         """Quantize x (N, K, D) into its slots (N,).
 
-        A head's scale is its largest magnitude over the dtype's limit, and depends on no other head or token.
+        A head's scale is its largest magnitude divided by the dtype's limit; it depends on no other head or token.
         """
         wide = x.float()
         largest, limit = wide.abs().amax(dim=-1).clamp_(min=1e-12), DTYPE_LIMITS[self.values.dtype]
         values = wide * (limit / largest)[..., None]
         if self.values.dtype == torch.int8:
             values.round_()
-        values = values.to(self.values.dtype).view(torch.int8)  # torch has no such operation on 8-bit floats
+        values = values.to(self.values.dtype).view(torch.int8)  # torch has no index_copy_ for 8-bit floats
         self.values.view(torch.int8).view(-1, *x.shape[1:]).index_copy_(0, slots, values)
         self.scales.view(-1, x.shape[1]).index_copy_(0, slots, largest / limit)
 
     def blocks(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantize blocks (B,) -> (B, block_size, K, D) in this dtype."""
+        """Dequantize the blocks at `indices` (B,) to (B, block_size, K, D) in this dtype."""
         values = self.values.view(torch.int8).index_select(0, indices)
         scales = self.scales.index_select(0, indices)[..., None]
         wide = torch.float32 if dtype == torch.float16 else dtype  # float16 would lose bits of small scales
@@ -86,9 +86,9 @@ class QuantizedKVCache:
 
 
 def _as_halves(bits: Tensor) -> Tensor:
-    """e4m3 as float16, times 2**-8: the bits are moved to their places, signs extended before.
+    """Convert e4m3 bits to float16, times 2**-8, by extending the sign and shifting the bits into place.
 
-    On a CPU, torch's own conversion took 8 times as long (2.13). NaN becomes a number; its scale is NaN then.
+    On a CPU, torch's conversion took 8 times as long (2.13). NaN becomes a number, but then the scale is NaN.
     """
     return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(0xBF80 - 2**16).view(torch.float16)
 
@@ -97,10 +97,10 @@ KVCache = Tensor | QuantizedKVCache
 
 
 def kv_cache_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The 8-bit dtypes of a KV cache that kernels on this device support."""
+    """Return the 8-bit dtypes of a KV cache that kernels on this device support."""
     return (torch.int8, torch.float8_e4m3fn) if supports_fp8(device) else (torch.int8,)
 
 
 def values_and_scales(cache: KVCache) -> tuple[Tensor, Tensor | None]:
-    """The tensors of a cache, as kernels take them; the scales of an unquantized cache are None."""
+    """Return the tensors of a cache, as kernels take them; the scales of an unquantized cache are None."""
     return (cache.values, cache.scales) if isinstance(cache, QuantizedKVCache) else (cache, None)

@@ -15,22 +15,22 @@ ROW_PARAMS = np.dtype(
         ("min_p", np.float32),
         ("stream", np.int64),  # of random numbers: `stream_of` a seed
         ("num_prompt_tokens", np.int32),
-        ("counts_row", np.int32),  # of the array of counts that penalties read; 0 for a sequence without any
+        ("counts_row", np.int32),  # row of the token counts that penalties read; 0 without penalties
         ("repetition_penalty", np.float32),
         ("presence_penalty", np.float32),
         ("frequency_penalty", np.float32),
-        ("unused", np.int32),  # `stream` stays aligned
+        ("unused", np.int32),  # keeps `stream` aligned
     ]
 )
 
 
 def packed(params: np.ndarray) -> Tensor:
-    """(N, 12) int32 of an array (N,) of `ROW_PARAMS`, in the same memory."""
+    """View an array (N,) of `ROW_PARAMS` as (N, 12) int32, in the same memory."""
     return torch.from_numpy(params.view(np.int32).reshape(len(params), -1))
 
 
 def column(params: Tensor, name: str) -> Tensor:
-    """One parameter (R, 1) of packed rows (R, 12) int32."""
+    """Return one parameter (R, 1) of packed rows (R, 12) int32."""
     columns, dtype = _COLUMNS[name]
     return params[:, columns].view(dtype)
 

@@ -1,1 +1,1 @@
-"""`mmvllm bench`: workloads, the same requests in transformers, the host's work, errors of kernels."""
+"""`mmvllm bench`: workloads, comparisons with other engines, the host's work, errors of kernels."""

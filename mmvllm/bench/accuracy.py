@@ -1,9 +1,9 @@
-"""The rule for errors of kernels: against float64, at most twice the error of plain torch in the same dtype.
+"""The bound on errors of kernels: against float64, at most twice the error of plain torch in the same dtype.
 
-One value says little: the largest of two samples of the same errors differ by chance, and a bound that allows for this
-hides errors of common values. So the rule compares the 99.9 % quantile (the tenth largest of a small sample) and bounds
-the largest error more widely. An error is counted in units of the largest value of its row, so that rows of small
-values count as much as others.
+The largest errors of two samples differ by chance even if the distribution is the same, and a bound that allows for
+this hides errors of common values. The rule therefore compares the 99.9 % quantile (the tenth largest of a small
+sample) and has a wider bound for the largest error. Errors are in units of the largest value of their row, which gives
+rows of small values the same weight.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_VALUES = 10_000  # that a test on a GPU compares at least, with errors that are a matter of chance
+NUM_VALUES = 10_000  # minimum that a test on a GPU compares if errors are a matter of chance
 PER_QUANTILE = 1_000  # one value in 1,000 lies above the quantile
 FEW = 10  # minimum number of values above the quantile, but at most 1 % of all values
 QUANTILE_FACTOR = 2.0
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the kernel, or None; NaN is."""
+        """Why the kernel's errors exceed the bounds, which NaN does, or None."""
         bounds = {
             "quantile": (self.quantile, self.reference_quantile, QUANTILE_FACTOR),
             "largest": (self.largest, self.reference_largest, LARGEST_FACTOR),
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def relative_errors(x: Tensor, exact: Tensor) -> Tensor:
-    """Errors of x (..., D) against float64 values of its shape, in units of the largest of each row (N,)."""
+    """Return errors (N,) of x (..., D) against exact float64 values, in units of the largest value of each row."""
     exact = exact.to(x.device)
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     return ((x.double() - exact).abs() / scale).flatten()

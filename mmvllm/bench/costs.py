@@ -1,7 +1,7 @@
 """Parameters and floating-point operations of a model.
 
-Letters as in `mmvllm/layers/batch.py`. A multiply and its add are two operations; only matrix products and attention
-are counted, because all other operations are negligible. Padding, which a checkpoint does not have, is not counted.
+Shapes use the letters of `mmvllm/layers/batch.py`. A multiply and its add are two operations. Only matrix products and
+attention are counted, because all other operations are negligible. Padding, which a checkpoint lacks, is not counted.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ PARTS = {"visual.": "vision", "decoder.embed_tokens.": "embedding", "decoder.": 
 
 
 class ModelCosts:
-    """Counted on the model itself, which is built without allocating memory: no family's sizes are repeated here."""
+    """Costs counted on the model itself, which is built on the meta device; they need no formulas per family."""
 
     def __init__(self, config: ModelConfig):
         self.config, self._counter = config, _Counter()
@@ -38,24 +38,24 @@ class ModelCosts:
 
     @property
     def active_share(self) -> float:
-        """Share of the experts' parameters that one token is multiplied with; 1 for a model without experts."""
+        """Share of the experts' parameters that one token uses; 1 for a model without experts."""
         experts = self.config.experts
         return experts.num_experts_per_tok / experts.num_experts if experts else 1.0
 
     def weights_read_by_a_step(self, num_tokens: int = 1) -> float:
-        """Weights of the decoder and the head, for any number of tokens; of an untied embedding only a few rows.
+        """Return the weights of decoder and head, for any number of tokens; an untied embedding reads only a few rows.
 
-        Of the experts, those that `num_tokens` tokens choose: their expected number, if all are chosen equally often
-        and independently.
+        Of the experts, a step reads the expected number that `num_tokens` tokens choose, if all experts are chosen
+        equally often and independently.
         """
         unused = self.num_expert_parameters * (1 - self.active_share) ** num_tokens if self.config.experts else 0
         return self.num_parameters["decoder"] + self.num_head_weights - unused
 
     def decoder_flops(self, num_tokens: int, num_keys: float) -> float:
-        """Operations of all layers; `num_keys` is the number of keys that a token attends to, summed over the tokens.
+        """Return the operations of all layers; `num_keys` is the number of keys a token attends to, summed over tokens.
 
-        A token is multiplied with every weight, of the experts only with its own, and attention takes 4 H D operations
-        per layer, token and key.
+        A token is multiplied with every weight, but only of the experts that it chooses. Attention takes 4 H D
+        operations per layer, token and key.
         """
         c = self.config
         attention = c.num_hidden_layers * 4 * c.num_attention_heads * c.head_dim * num_keys
@@ -63,12 +63,12 @@ class ModelCosts:
         return 2 * (linear + round(self.num_expert_parameters * self.active_share)) * num_tokens + attention
 
     def head_flops(self, num_rows: int) -> int:
-        """Operations of `num_rows` rows of logits, one for each sampled token."""
+        """Return the operations of `num_rows` rows of logits, one for each sampled token."""
         return 2 * self.num_head_weights * num_rows
 
     @torch.inference_mode()
     def _vision_flops(self, grid: Grid) -> int:
-        """Operations of the ViT for an image, counted per linear layer and attention call in a run without data."""
+        """Return the operations of the ViT for an image, counted per linear layer and attention call, without data."""
         t, h, w = grid
         self._counter.flops = 0
         hooks = [
@@ -82,14 +82,14 @@ class ModelCosts:
         return self._counter.flops
 
     def _count_parameters(self) -> dict[str, int]:
-        """By part; a tied head counts in "embedding" only, and "decoder" is the layers and the last norm."""
+        """Return numbers by part; a tied head counts as "embedding" only, "decoder" is the layers and the last norm."""
         counts = dict.fromkeys(("vision", "decoder", "embedding", "head"), 0)
         for name, _, view, _ in checkpoint_views(self._model):
             counts[next(part for prefix, part in PARTS.items() if name.startswith(prefix))] += view.numel()
         return counts
 
     def _count_linear_weights(self) -> dict[str, int]:
-        """Number of weights of each linear layer, by name."""
+        """Return the number of weights of each linear layer, by name."""
         weights = {name: 0 for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         for name, _, view, _ in checkpoint_views(self._model):
             layer, _, parameter = name.rpartition(".")
@@ -107,13 +107,13 @@ class _Counter:
         self.flops = 0
 
     def packed(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
-        """In a segment of n rows, n**2 products of queries and keys, as many of weights and values, 2 H D each."""
+        """Count, per segment of n rows, n**2 products of queries and keys and of weights and values, 2 H D each."""
         _, H, D = q.shape
         self.flops += 4 * H * D * sum(n * n for n in segments.lens)
         return torch.empty_like(q)
 
     def linear(self, num_weights: int) -> Callable:
-        """A hook that counts the product of each row of a layer's input with its weights."""
+        """Return a hook that counts the product of each row of a layer's input with its weights."""
 
         def count(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.flops += 2 * num_weights * len(args[0])
@@ -122,5 +122,5 @@ class _Counter:
 
 
 def keys_seen(first: int, last: int) -> int:
-    """Keys that the tokens [first, last) of a sequence attend to: with a causal mask, themselves and all before."""
+    """Return how many keys the tokens [first, last) of a sequence attend to: themselves and all before them."""
     return last * (last + 1) // 2 - first * (first + 1) // 2

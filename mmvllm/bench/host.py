@@ -24,11 +24,11 @@ from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.models.registry import load_config
 
 KINDS = ("decode", "mixed")
-VOCAB_SIZES = {"cpu": 768, "cuda": 151_936}  # by default: on a CPU the sampler's arithmetic is to cost little
+VOCAB_SIZES = {"cpu": 768, "cuda": 151_936}  # defaults; small on a CPU, where the sampler's arithmetic must cost little
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the tables; return the record."""
+    """Print the tables and return the record."""
     cases, streamed = _cases(args)
     device = EngineConfig(device=args.device or "auto").resolve_device()
     args.vocab_size = args.vocab_size or VOCAB_SIZES[device.type]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> dict:
         max_model_len = max(_length(case, args.steps) for case in all_cases)
         write_checkpoint(folder, args.vocab_size, max_model_len, args.tensor_parallel_size or 1)
         options = engine_options(max(case.sequences for case in all_cases), given_engine_args(vars(args)))
-        arithmetic = args.arithmetic or device.type == "cuda"  # where it is launches
+        arithmetic = args.arithmetic or device.type == "cuda"  # where it consists of launches
         steps = _measure_steps(folder, options, cases, args.steps, arithmetic, profile)
         streams = []
         if streamed:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _cases(args: argparse.Namespace) -> tuple[list[HostCase], list[HostCase]]:
-    """The cases of the engine, and the cases of `AsyncLLM`."""
+    """Return the cases for the engine and for `AsyncLLM`."""
     sampling, kinds = _chosen("sampling", args.sampling, SAMPLING), _chosen("kinds", args.kinds, KINDS)
     cases = [HostCase(*one) for one in product(args.sequences, args.contexts, sampling, kinds)]
     # With several ranks, the engine of `AsyncLLM` is in another process, where the model cannot be replaced.
@@ -70,7 +70,7 @@ def _chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def _length(case: HostCase, steps: int) -> int:
-    """Tokens of the longest sequence, in either measurement."""
+    """Return the tokens of the longest sequence in either measurement."""
     return case.context + num_filling_steps(case) + case.sequences + SPARE_STEPS + 3 * steps
 
 
@@ -103,7 +103,7 @@ async def _measure_streams(
 
 
 def _result(case: HostCase, times: HostTimes) -> dict:
-    """For the JSON line."""
+    """Return the result for the JSON line."""
     return asdict(case) | {
         "microseconds": _microseconds(times.seconds),
         "cpu_microseconds": _microseconds(times.cpu_seconds),
@@ -127,7 +127,7 @@ def _print(title: str, results: list[dict]) -> None:
 
 
 def _write_profile(profile: Profile, path: Path) -> None:
-    """A table if the file's name ends with .txt, else what pstats and its viewers read."""
+    """Write a table if the file's name ends with .txt, otherwise the format of pstats and its viewers."""
     if path.suffix != ".txt":
         profile.dump_stats(path)
         return
@@ -137,7 +137,7 @@ def _write_profile(profile: Profile, path: Path) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The sampler's small tensors are computed faster by one thread."""
+    """Use one thread, which computes the sampler's small tensors faster."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""An engine whose model launches nothing: what remains of a step is the host's work, and the sampler's arithmetic."""
+"""An engine whose model launches nothing: a step consists of the host's work and the sampler's arithmetic."""
 
 import json
 import shutil
@@ -35,11 +35,11 @@ MROPE_SECTION = [8, 4, 4]  # half of HEAD_DIM
 
 @dataclass(frozen=True, slots=True)
 class HostCase:
-    """What the steps of a measurement compute; in a "mixed" step a prompt arrives and a request finishes."""
+    """The workload of a measurement; in each "mixed" step, a prompt arrives and a request finishes."""
 
     sequences: int
     context: int  # tokens of each prompt
-    sampling: str  # of SAMPLING
+    sampling: str  # key of SAMPLING
     kind: str  # "decode" or "mixed"
 
     def params(self, index: int, max_tokens: int) -> SamplingParams:
@@ -47,7 +47,7 @@ class HostCase:
 
 
 def write_checkpoint(folder: Path, vocab_size: int, max_model_len: int, num_heads: int = 1) -> None:
-    """The bundled model's files without its weights, for a smaller decoder, another vocabulary and longer contexts."""
+    """Write the bundled model's files without weights, for a small decoder, another vocabulary and long contexts."""
     shutil.copytree(BUNDLED, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
@@ -59,7 +59,7 @@ def write_checkpoint(folder: Path, vocab_size: int, max_model_len: int, num_head
 
 
 def engine_options(max_num_seqs: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the engine; those that the user gave come first."""
+    """Return the arguments of the engine; the user's arguments take precedence."""
     return {
         "load_format": "dummy",
         "skip_warmup": True,
@@ -70,9 +70,9 @@ def engine_options(max_num_seqs: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class StandIn:
-    """Takes the place of an engine's model: returns prepared logits, of text tokens that differ from step to step.
+    """Replaces an engine's model and returns prepared logits of text tokens, which differ from step to step.
 
-    Without `arithmetic` it also takes the place of the sampler's kernels, which a GPU would be given as launches.
+    Without `arithmetic`, it also replaces the sampler's kernels, which are only launches on a GPU.
     """
 
     def __init__(self, engine: LLMEngine, arithmetic: bool):
@@ -92,7 +92,7 @@ class StandIn:
             setattr(sampler, name, launch)
 
     def run(self, inputs: StepInputs, watch: Stopwatch) -> Tensor:
-        """Logits (R, V) of the rows that want a token, after what a step that the model computes copies."""
+        """Copy what a step of the model copies, and return logits (R, V) of the rows to sample."""
         self._runner.send(inputs, watch)
         batch, self._runner.samples = self._runner.input_batch.batch(inputs)
         watch.mark("copy")
@@ -102,12 +102,12 @@ class StandIn:
         return logits
 
     def close(self) -> None:
-        """Give the sampler its kernels back."""
+        """Restore the sampler's kernels."""
         for name, kernel in self._kernels.items():
             setattr(sampler, name, kernel)
 
     def _launches(self) -> dict[str, Callable]:
-        """What takes the place of the sampler's kernels."""
+        """Return the replacements of the sampler's kernels."""
         return {
             "argmax": lambda logits: self._rows(self._token_ids, len(logits)),
             "sample": lambda logits, *_: self._rows(self._token_ids, len(logits)),
@@ -120,12 +120,12 @@ class StandIn:
         return prepared[shift : shift + number]
 
     def prompt(self, num_tokens: int) -> EngineInput:
-        """Text that shares no prefix with any other."""
+        """Return text that shares no prefix with any other."""
         return EngineInput(self._rng.choice(self.token_ids, num_tokens).tolist())
 
 
 def launch_nothing(runner: ModelRunner) -> None:
-    """On other ranks: a step copies its inputs, and the tokens are exchanged."""
+    """Replace the model on other ranks, where a step only copies its inputs and exchanges tokens."""
 
     def run(inputs: StepInputs, watch: Stopwatch) -> None:
         _, runner.samples = runner.input_batch.batch(inputs)
@@ -134,6 +134,6 @@ def launch_nothing(runner: ModelRunner) -> None:
 
 
 def text_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    """The tokens of the vocabulary that are whole characters, as nearly all tokens of a completion are."""
+    """Return the tokens of the vocabulary that are whole characters, like nearly all tokens of a completion."""
     texts = tokenizer.batch_decode([[token_id] for token_id in range(min(len(tokenizer), vocab_size))], True)
     return [token_id for token_id, text in enumerate(texts) if text and "\ufffd" not in text]

@@ -1,4 +1,4 @@
-"""Seconds of an engine's steps, in rounds, and of their parts, measured apart."""
+"""Measures an engine's steps in rounds, and separately the parts of steps."""
 
 import time
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds: the lowest medians of the rounds, because other processes can only add to them."""
+    """Times in seconds: the lowest medians of the rounds, because other processes only add time."""
 
     seconds: float
     cpu_seconds: float  # of the engine's thread, or of the process with streams
     parts: dict[str, float]
-    num_tokens: int  # that the requests got in the steps of all rounds
+    num_tokens: int  # generated in the steps of all rounds
 
 
 def num_filling_steps(case: HostCase) -> int:
-    """Upper bound of the steps until every sequence decodes."""
+    """Return an upper bound of the steps until every sequence decodes."""
     return case.sequences if case.kind == "mixed" else case.sequences * (case.context + 1) // MAX_BATCHED_TOKENS + 2
 
 
 def measure_steps(engine: LLMEngine, model: StandIn, case: HostCase, steps: int, profile: Profile | None) -> HostTimes:
-    """Run a case's requests for `steps` steps in rounds, then again as many as in a round for the parts."""
+    """Run a case's requests for `steps` steps in rounds, and for another round to measure the parts."""
     requests = _Requests(engine, model, case, max_tokens=num_filling_steps(case) + steps * 2 + ROUNDS)
     requests.start()
     before, per_round = requests.num_tokens, -(-steps // ROUNDS)
@@ -64,14 +64,14 @@ def step_parts(engine: LLMEngine) -> Iterator[list[StepStats]]:
 
 
 def median_parts(stats: list[StepStats]) -> dict[str, float]:
-    """The median seconds of each part that took place in any step."""
+    """Return the median seconds of each part that took place in any step."""
     names = dict.fromkeys(name for step in stats for name in step.seconds)
     return {name: median(step.seconds.get(name, 0.0) for step in stats) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Seconds of a step and of adding the request before it, and CPU time of both and of the latter."""
+    """The seconds and the CPU time of a step and of adding the request before it, and the CPU time of adding."""
 
     seconds: float
     cpu_seconds: float
@@ -83,7 +83,7 @@ class _Requests:
 
     def __init__(self, engine: LLMEngine, model: StandIn, case: HostCase, max_tokens: int):
         self._engine, self._model, self._case = engine, model, case
-        # One request arrives in each mixed step, so that one finishes if each lives as many steps as there are.
+        # One request arrives in each mixed step; one finishes if each runs for as many steps as there are requests.
         self._max_tokens = case.sequences if case.kind == "mixed" else max_tokens
         self._groups: list[SequenceGroup] = []
 
@@ -98,7 +98,7 @@ class _Requests:
             self._engine.step()
 
     def step(self) -> "_Step":
-        """Add the request that arrives, and run a step."""
+        """Add a request if one arrives, and run a step."""
         prompt = self._model.prompt(self._case.context) if self._case.kind == "mixed" else None
         start, cpu_start = time.perf_counter(), time.thread_time()
         if prompt is not None:

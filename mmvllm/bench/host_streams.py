@@ -20,16 +20,16 @@ SPARE_STEPS = 50  # requests reach the engine one by one
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """When the first stream got a delta."""
+    """The times at which the first stream received a delta."""
 
     seconds: float
     cpu_seconds: float  # of the process
-    loop_seconds: float  # of CPU time, in the event loop's thread
+    loop_seconds: float  # CPU time of the event loop's thread
     num_tokens: int
 
 
 async def measure_streams(engine: AsyncLLM, model: StandIn, case: HostCase, steps: int) -> HostTimes:
-    """Run a case's requests as streams for `steps` steps in rounds; then again, a round for the parts."""
+    """Run a case's requests as streams for `steps` steps in rounds, and again for a round to measure the parts."""
     received, num_tokens = await _consume(engine, model, case, steps)
     per_round = len(received) // ROUNDS
     rounds = [received[i * per_round : (i + 1) * per_round] for i in range(ROUNDS)]
@@ -41,7 +41,7 @@ async def measure_streams(engine: AsyncLLM, model: StandIn, case: HostCase, step
 
 
 async def _consume(engine: AsyncLLM, model: StandIn, case: HostCase, steps: int) -> tuple[list[_Received], int]:
-    """Consume all streams; what the first received in its last `steps` steps, in which all ran, and all tokens."""
+    """Consume all streams; return the deltas of the first in its last `steps` steps, and the number of all tokens."""
     counts, received = [0] * case.sequences, []
     max_tokens = num_filling_steps(case) + case.sequences + SPARE_STEPS + steps
 
@@ -53,7 +53,7 @@ async def _consume(engine: AsyncLLM, model: StandIn, case: HostCase, steps: int)
 
     prompts = [model.prompt(case.context).token_ids for _ in counts]
     await asyncio.gather(*(consume(index, prompt) for index, prompt in enumerate(prompts)))
-    return received[-steps - 2 : -1], sum(counts)  # without the last, which has the request's output
+    return received[-steps - 2 : -1], sum(counts)  # without the last delta, which has the request's output
 
 
 def _per_step(begin: _Received, end: _Received, name: str) -> float:
@@ -65,13 +65,13 @@ def _median_step(received: list[_Received]) -> float:
 
 
 class _Timers:
-    """Seconds of each step of the engine's thread: its CPU time after `engine.step`, and of this, that of decoding."""
+    """Seconds of each step of the engine's thread: CPU time after `engine.step`, and its part for detokenizing."""
 
     def __init__(self, stats: list[StepStats]):
         self.stats, self.delivering, self.detokenizing = stats, [], [0.0]
 
     def parts(self) -> dict[str, float]:
-        """Times of the steps in which all sequences decoded."""
+        """Return the times of the steps in which all sequences decoded."""
         most = max(step.num_decode_tokens for step in self.stats)
         numbers = [i for i, step in enumerate(self.stats) if step.num_decode_tokens == most]
         detokenise = median(self.detokenizing[i] for i in numbers)

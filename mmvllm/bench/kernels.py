@@ -19,11 +19,11 @@ from mmvllm.models.folder import resolve_folder
 from mmvllm.models.registry import load_config
 from mmvllm.utils.transfer import current_device
 
-CPU_SECONDS = 0.1  # spent on the repetitions of one case, at least
+CPU_SECONDS = 0.1  # minimum for the repetitions of one case
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the table; return the record."""
+    """Print the table and return the record."""
     modules = _modules(args.names)
     engine_config = EngineConfig(device=args.device, dtype=args.dtype)
     config = load_config(resolve_folder(args.model, with_weights=False))
@@ -58,7 +58,7 @@ def kernel_shapes(config: ModelConfig) -> KernelShapes:
 
 
 def _modules(names: list[str]) -> list[ModuleType]:
-    """All kernel files, or those given by name."""
+    """Return all kernel modules, or those with the given names."""
     known = [name for _, name, _ in pkgutil.iter_modules(mmvllm.kernels.__path__)]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"there is no kernel {unknown[0]!r}; known: {', '.join(known)}")
@@ -66,7 +66,7 @@ def _modules(names: list[str]) -> list[ModuleType]:
 
 
 def _measure(module: ModuleType, case: Case, device: torch.device, bandwidth: float | None) -> dict:
-    """Times of a kernel and its reference; rates are the kernel's, or on a CPU the reference's."""
+    """Return the times of a kernel and its reference; rates are the kernel's or, on a CPU, the reference's."""
     seconds = {"torch": _median_seconds(lambda: getattr(module, f"{case.kernel}_torch")(*case.args), device)}
     if device.type == "cuda":
         seconds["triton"] = _median_seconds(lambda: getattr(module, f"{case.kernel}_triton")(*case.args), device)

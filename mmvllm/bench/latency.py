@@ -18,7 +18,7 @@ SHARES = {
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the tables; return the record."""
+    """Print the tables and return the record."""
     results, repeats = {}, {}
     with ExitStack() as stack:
         bench = Bench.open(args, args.max_num_seqs or max(args.batch_sizes), stack)
@@ -66,7 +66,7 @@ def _print(results: dict, args: argparse.Namespace) -> None:
 
 
 def _figures(measured: dict) -> list[float | None]:
-    """Three times in milliseconds, two rates."""
+    """Return three times in milliseconds and two rates."""
     seconds = [measured["first_token_seconds"]["p50"], measured["decode_step_seconds"]]
     seconds.append(measured["seconds_per_output_token"]["p50"])
     return [

@@ -1,4 +1,4 @@
-"""Metrics of a run, in seconds, bytes and fractions, with the names that they have in the JSON line."""
+"""Metrics of a run, in seconds, bytes and fractions, with their names in the JSON line."""
 
 import statistics
 from typing import Any
@@ -23,7 +23,7 @@ def counts_and_rates(run: Run) -> dict[str, float]:
 
 
 def latencies(run: Run, since: float | None = None) -> dict[str, dict]:
-    """Percentiles over requests of times since `since`, by default since each request's arrival."""
+    """Return percentiles over requests of times since `since`, by default since each request's arrival."""
     starts = [output.arrival_time if since is None else since for output in run.outputs]
     ends = [(output.first_token_time, output.finish_time) for output in run.outputs]
     longer = [output for output in run.outputs if len(output.token_ids) > 1]
@@ -37,7 +37,7 @@ def latencies(run: Run, since: float | None = None) -> dict[str, dict]:
 
 
 def phases(run: Run) -> dict[str, float]:
-    """A run's seconds by phase; scheduling includes packing and commit, "other" is time outside the engine."""
+    """Return a run's seconds by phase; scheduling includes packing and commit, "other" is time outside the engine."""
     encoding = [step for step in run.steps if step.num_images]
     seconds = {
         "waiting_for_preparation": waiting_seconds(run),
@@ -51,7 +51,7 @@ def phases(run: Run) -> dict[str, float]:
 
 
 def waiting_seconds(run: Run) -> float:
-    """Time for which the engine was idle because no request was prepared yet."""
+    """Return the time for which the engine was idle because no request was prepared yet."""
     waited, idle_since = 0.0, run.start_counter
     for step in run.steps:
         if idle_since is not None:
@@ -61,7 +61,7 @@ def waiting_seconds(run: Run) -> float:
 
 
 def hit_rates(run: Run) -> dict[str, float | None]:
-    """Hit rates of the prefix cache, by prompt token, and of the encoder cache, by image looked up."""
+    """Return the hit rates of the prefix cache, by prompt token, and of the encoder cache, by image looked up."""
     cached, prompt = (sum(getattr(output, f"num_{x}_tokens") for output in run.outputs) for x in ("cached", "prompt"))
     return {
         "prefix_cache_hit_rate": cached / prompt,
@@ -70,7 +70,7 @@ def hit_rates(run: Run) -> dict[str, float | None]:
 
 
 def shares_of_machine(run: Run, roofline: Roofline, concurrency: int) -> dict[str, Any]:
-    """The machine's limit for these requests, and the share of it that was reached."""
+    """Return the machine's limit for these requests, and the share of it that the run reached."""
     limit = roofline.limit(run, concurrency)
     rates = counts_and_rates(run)
     return {
@@ -93,7 +93,7 @@ def medians(results: list[Any]) -> Any:
 
 
 def ratios(results: dict[str, dict], other: str) -> dict[str, float | None]:
-    """Rates of mmvllm divided by the rates of the engine `other`; None if the latter is zero."""
+    """Return the rates of mmvllm divided by the rates of the engine `other`; None if the latter is zero."""
     names = [f"{name}_per_second" for name in RATES]
     ours, theirs = results["mmvllm"], results[other]
     return {name: ours[name] / theirs[name] if theirs[name] else None for name in names}

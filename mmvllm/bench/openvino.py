@@ -1,7 +1,7 @@
-"""OpenVINO GenAI running the same requests, in a process whose interpreter may be that of another environment.
+"""Runs the same requests in OpenVINO GenAI, in a process that may use another environment's interpreter.
 
-Both processes stay alive, and only one of them computes at a time. Each OpenVINO model is what `optimum-cli` has
-converted; its speed does not depend on the values of its weights.
+Both processes stay alive, and only one of them computes at a time. OpenVINO models are converted by `optimum-cli`;
+their speed does not depend on the values of their weights.
 """
 
 import base64
@@ -30,7 +30,7 @@ class OpenVino:
     def __init__(
         self, folder: Path, python: str | None, config: ModelConfig, tokenizer, batch_size: int, stack: ExitStack
     ):
-        """Load the model; ValueError if it is not of the sizes of `config`, or if OpenVINO cannot be imported."""
+        """Load the model; raise ValueError if its sizes differ from `config`, or if OpenVINO cannot be imported."""
         _check_sizes(folder, config)
         self.tokenizer, self.python = tokenizer, python or sys.executable
         command = [self.python, openvino_worker.__file__]
@@ -41,7 +41,7 @@ class OpenVino:
         self.version = self._ask(settings)["version"]
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """See `Mmvllm.run`; all requests arrive at the start."""
+        """Run the requests like `Mmvllm.run`; all requests arrive at the start."""
         asked = [_asked(request) for request in requests]
         made = self._ask({"requests": asked, "output_tokens": output_tokens})
         start, answers = made["start"], zip(requests, made["answers"], strict=True)
@@ -78,7 +78,7 @@ class OpenVino:
         )
 
     def _image_tokens(self, request: dict, num_prompt_tokens: int) -> int:
-        """Image tokens of the prompt; the chat template has one placeholder per image."""
+        """Return the number of image tokens in the prompt; the chat template has one placeholder per image."""
         messages = request["messages"]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         others = len(self.tokenizer(text)["input_ids"]) - (_asked(request)["image"] is not None)
@@ -86,7 +86,7 @@ class OpenVino:
 
 
 def _asked(request: dict) -> dict[str, str | None]:
-    """The text, and the image file in base64."""
+    """Return the text, and the image file in base64."""
     parts = {part["type"]: part[part["type"]] for part in request["messages"][0]["content"]}
     image = parts.get("image")
     return {"text": parts["text"], "image": None if image is None else base64.b64encode(image).decode()}
@@ -97,6 +97,6 @@ def _check_sizes(folder: Path, config: ModelConfig) -> None:
     for name in COMPARED:
         if getattr(theirs, name) != getattr(config, name):
             raise ValueError(
-                f"--openvino-model {folder} is of another model: its {name} is {getattr(theirs, name)}, that of the "
-                f"compared one {getattr(config, name)}"
+                f"--openvino-model {folder} is another model: its {name} is {getattr(theirs, name)}, but the "
+                f"compared model has {getattr(config, name)}"
             )

@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching in a separate process, which `mmvllm.bench.openvino` starts.
 
-Reads requests and writes measurements, one JSON object per line. The interpreter may be that of an environment without
-mmvllm, so only the standard library, openvino_genai, its dependencies and Pillow are imported, the latter in functions.
+Reads requests and writes measurements, one JSON object per line. The interpreter's environment may lack mmvllm, so only
+the standard library and, in functions, openvino_genai, its dependencies and Pillow are imported.
 """
 
 import base64
@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-CACHE_GIB = 2  # of keys and values, more than the benchmarks' requests need
+CACHE_GIB = 2  # of the KV cache, more than the benchmarks' requests need
 
 
 class OpenVinoGenai:
@@ -33,7 +33,7 @@ class OpenVinoGenai:
         self.num_requests = 0
 
     def run(self, requests: list[dict], output_tokens: int) -> dict[str, Any]:
-        """Submit all `requests`, texts with an image file in base64 or None; times are from time.time()."""
+        """Submit all `requests`, texts with an image file in base64 or None; return measurements, from time.time()."""
         start = time.time()
         handles = [self._add(request, output_tokens) for request in requests]
         tokens, times, decode_seconds = [[] for _ in handles], [[] for _ in handles], []
@@ -55,7 +55,7 @@ class OpenVinoGenai:
         return {"start": start, "seconds": seconds, "answers": answers, "decode_seconds": decode_seconds}
 
     def _add(self, request: dict, output_tokens: int) -> Any:
-        """A handle; images are encoded here."""
+        """Submit a request and return its handle; the image is encoded here."""
         options = self.genai.GenerationConfig()
         options.max_new_tokens, options.ignore_eos, options.do_sample = output_tokens, True, False
         self.num_requests += 1
@@ -63,7 +63,7 @@ class OpenVinoGenai:
         return self.pipeline.add_request(self.num_requests, request["text"], images, options)
 
     def _pixels(self, data: str) -> Any:
-        """(1, H, W, 3)"""
+        """Decode an image as a tensor (1, H, W, 3)."""
         import numpy as np
 
         image = self.open_image(io.BytesIO(base64.b64decode(data))).convert("RGB")
@@ -88,10 +88,10 @@ def _peak_memory() -> int | None:
 
 
 def main() -> None:
-    """The first line read has the settings; each further one has arguments of `run`. Ends with the input."""
+    """Serve until the input ends: the first line has the settings, each further line the arguments of `run`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # output of libraries is not a reply
 
     def reply(value: dict) -> None:
         print(json.dumps(value), file=replies)

@@ -1,4 +1,4 @@
-"""`mmvllm bench preprocess`: image preprocessing, by size, format and number of threads or processes, or a video's."""
+"""`mmvllm bench preprocess`: preprocessing of images, by size, format and number of workers, or of a video."""
 
 import argparse
 import time
@@ -29,7 +29,7 @@ Processors = dict[str, Callable[[bytes], object]]
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the table; return the record."""
+    """Print the table and return the record."""
     if args.video is not None:
         return preprocess_video.run(args)
     sizes, formats, most = image_sizes(args.sizes), _formats(args.formats), args.workers or NUM_WORKERS
@@ -72,7 +72,7 @@ def _processors(folder: Path, compare: str | None) -> Processors:
 
 @contextmanager
 def _in_processes(folder: Path, num_workers: int) -> Iterator[Processors]:
-    """The processors of `_processors` in worker processes, with the parent's work for each image."""
+    """Yield mmvllm's processor in worker processes; calling it includes the parent's work for each image."""
     pool = WorkerPool(num_workers, _start_worker, (load_image_config(folder),))
     try:
         yield {"mmvllm": lambda data: pool.run(_prepare_in_worker, data)}
@@ -94,14 +94,14 @@ def _prepare_in_worker(data: bytes) -> tuple[np.ndarray, Grid, tuple[bytes, ...]
 
 
 def _worker_counts(most: int) -> list[int]:
-    """1, 2, 4 and so on, and finally `most`; none of 0."""
+    """Return 1, 2, 4 and so on, and finally `most`; an empty list for 0."""
     return [1 << i for i in range((most - 1).bit_length())] + [most] if most else []
 
 
 def _images_per_second(
     processors: Processors, images: list[bytes], workers: int, repeat: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """By processor, with this process's CPU seconds per image; in turns, and the first turn of each is a warm-up."""
+    """Return images per second and CPU seconds per image, by processor; the first of the alternating turns warms up."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in processors}
     with ThreadPoolExecutor(workers) as pool:
         for _ in range(repeat + 1):

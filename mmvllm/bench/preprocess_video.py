@@ -1,4 +1,4 @@
-"""`mmvllm bench preprocess --video`: what a sampled frame costs, beside a full decode by PyAV and by OpenCV."""
+"""`mmvllm bench preprocess --video`: the cost of a sampled frame, beside full decoding by PyAV and by OpenCV."""
 
 import argparse
 import tempfile
@@ -30,7 +30,7 @@ Reader = Callable[[str, list[int], list[Resize]], int]  # path, indices, sizes -
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the table; return the record."""
+    """Print the table and return the record."""
     folder = resolve_folder(args.model, with_weights=False)
     with tempfile.TemporaryDirectory() as temporary:
         path = _generated(Path(temporary) / "clip.mp4") if args.video is True else args.video
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _generated(path: Path) -> Path:
-    """A clip that moves."""
+    """Write a clip with motion, and return its path."""
     import av
 
     image = np.asarray(smooth_noise(*SIZE, seed=[0]))
@@ -62,7 +62,7 @@ def _generated(path: Path) -> Path:
 
 
 def _measure(path: str, info: VideoInfo, plan: ClipPlan, repeat: int) -> dict:
-    """Seconds of each reader for the same frames in the same size, measured in turns; the first turn is a warm-up."""
+    """Measure the seconds of each reader for the same frames and size, in turns; the first turn is a warm-up."""
     indices = plan.frame_indices(info)
     sizes = plan.sizes(len(indices), info.height, info.width)
     readers: dict[str, Reader] = {"mmvllm": lambda *_: len(load_video(path, plan).frames), "PyAV": _all_by_pyav}
@@ -106,7 +106,7 @@ def _all_by_opencv(path: str, indices: list[int], sizes: list[Resize]) -> int:
 
 
 def _share_waited(folder: Path, path: Path) -> float:
-    """Share of the time that an engine with random weights waits for preparation, in requests for different clips."""
+    """Return the share of time that an engine with random weights waits for preparation, with one clip per request."""
     numbers = range(8, 8 + 2 * NUM_CLIPS, 2)
     with LLM(folder, load_format="dummy", max_num_seqs=NUM_CLIPS) as llm:
         rules = llm.engine.media_rules

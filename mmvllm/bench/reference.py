@@ -1,4 +1,4 @@
-"""transformers running the same requests in left-padded batches of fixed size, with its own image processor."""
+"""Runs the same requests in transformers, in left-padded batches of fixed size, with its image processor."""
 
 import io
 import time
@@ -36,7 +36,7 @@ class Transformers:
         self.model.generation_config = GenerationConfig(do_sample=False, pad_token_id=tokenizer.pad_token_id)
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """See `Mmvllm.run`; a request arrives when its batch starts."""
+        """Run the requests like `Mmvllm.run`; a request arrives when its batch starts."""
         reset_peak_memory(self.device)
         start_counter, start, outputs = now(self.device), time.time(), []
         for first in range(0, len(requests), self.batch_size):
@@ -63,7 +63,7 @@ class Transformers:
         ]
 
     def inputs(self, requests: list[dict]) -> transformers.BatchFeature:
-        """The inputs that transformers' processor returns, which cannot be built without torchvision."""
+        """Return the inputs of transformers' processor, which cannot be created without torchvision."""
         messages = [request["messages"] for request in requests]
         images = [decoded(part["image"]) for turns in messages for part in turns[0]["content"] if "image" in part]
         inputs = self.images(images, return_tensors="pt") if images else transformers.BatchFeature()
@@ -76,7 +76,7 @@ class Transformers:
         return inputs
 
     def _text(self, messages: list[dict], grids) -> str:
-        """The prompt, with the placeholder repeated once per token of the image's grid."""
+        """Return the prompt, with the placeholder repeated once per token of the image's grid."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if "image" not in messages[0]["content"][0]:
             return text
@@ -85,7 +85,7 @@ class Transformers:
 
 
 def image_processor(folder: Path, **settings):
-    """The checkpoint's image processor in transformers, with Pillow as its backend, with or without torchvision."""
+    """Return the checkpoint's image processor in transformers, with Pillow as its backend even with torchvision."""
     return AutoImageProcessor.from_pretrained(folder, backend="pil", **settings)
 
 
@@ -94,7 +94,7 @@ def decoded(data: bytes) -> Image.Image:
 
 
 def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with small random weights; transformers' own initialisation takes minutes."""
+    """Create a model with small random weights; transformers' initialization takes minutes."""
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=dtype, attn_implementation="sdpa")
     model = model.to_empty(device=device).eval()
@@ -109,7 +109,7 @@ def dummy_model(model_class: type, config, device: torch.device, dtype: torch.dt
 
 
 def _compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers, such as rotary frequencies, are not loaded: each module computes its own when it is built."""
+    """Compute buffers such as rotary frequencies, which are not loaded: each module computes its own when created."""
     for module in list(model.modules()):
         if names := [name for name, _ in module.named_buffers(recurse=False)]:
             fresh = type(module)(module.config).to(device)

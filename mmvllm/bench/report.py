@@ -18,7 +18,7 @@ from mmvllm.config import ModelConfig
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """The first column, headed by the title, is aligned left, all others right."""
+    """Print a table; the first column, headed by the title, is aligned left, all others right."""
     lines = [[title, *header], *([f"  {name}", *cells] for name, *cells in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for name, *cells in lines:
@@ -27,7 +27,7 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def number(value: float | None, factor: float = 1.0) -> str:
-    """`factor` times the value with at least three significant digits; a dash for None."""
+    """Format `factor` times the value with at least three significant digits; None is a dash."""
     if value is None:
         return "-"
     value *= factor
@@ -39,7 +39,7 @@ def percent(share: float | None) -> str:
 
 
 def record(args: argparse.Namespace, device: torch.device, config: ModelConfig | None, **parts: Any) -> dict:
-    """The JSON line: arguments, hardware, versions, commit, model, and the `parts` of the benchmark itself."""
+    """Return the JSON line: arguments, hardware, versions, commit, model, and the `parts` of the benchmark itself."""
     return {
         "benchmark": args.benchmark,
         "arguments": {name: value for name, value in vars(args).items() if name not in ("command", "benchmark")},
@@ -92,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """The versions of mmvllm, of Python and of these packages; None for one that is not installed."""
+    """Return the versions of mmvllm, Python and these packages; None for a package that is not installed."""
     found = {"mmvllm": mmvllm.__version__, "python": platform.python_version()}
     for package in packages:
         try:
@@ -103,7 +103,7 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package runs from, followed by -dirty if files were changed."""
+    """Return the commit of the checkout that this package runs from, followed by -dirty if files were changed."""
     root = Path(mmvllm.__file__).parent.parent
     if not (root / ".git").exists():
         return None

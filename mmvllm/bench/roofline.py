@@ -28,9 +28,9 @@ CALLS = {"cpu": 1, "cuda": 20}  # per attempt: on a GPU, a single call is too sh
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Bytes that a decode step reads: all layers of the decoder, of which `experts` belong to experts, and the head.
+    """Bytes of weights that a decode step reads: decoder layers, of which `experts` belong to experts, and head.
 
-    The embedding, of which a step reads a few rows, is left out; a head that is tied to it counts.
+    The embedding is left out, because a step reads a few rows of it; a head that is tied to it counts.
     """
 
     decoder: int
@@ -48,13 +48,13 @@ class StoredBytes:
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Bytes of the tensors that a module holds itself; a tensor in oneDNN's layout has no `nbytes`."""
-    tensors = {id(tensor): tensor for tensor in _own_tensors(module)}  # a packed weight has the module's bias, too
+    """Return the bytes of the tensors that a module itself holds; a tensor in oneDNN's layout has no `nbytes`."""
+    tensors = {id(tensor): tensor for tensor in _own_tensors(module)}  # a packed weight includes the module's bias
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, and tensors of the weights that linear methods have processed."""
+    """Yield parameters and buffers, and tensors of the weights that linear methods have processed."""
     yield from module.parameters(recurse=False)
     yield from module.buffers(recurse=False)
     if isinstance(module, LinearMethodModule):
@@ -76,8 +76,8 @@ class Machine:
     With 8-bit floats, the ViT and the head, which stay in the model's dtype, do not reach the peak of arithmetic.
     """
 
-    bytes_per_second: float  # a sum over float32
-    flops_per_second: float  # a product of square matrices, in the model's dtype, or with its quantized weights
+    bytes_per_second: float  # measured by a sum over float32
+    flops_per_second: float  # measured by a product of square matrices, in the model's dtype or quantized
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> "Machine":
@@ -91,13 +91,13 @@ def bytes_per_second(device: torch.device) -> float:
 
 @torch.inference_mode()
 def flops_per_second(device: torch.device, dtype: torch.dtype, quantization: str | None = None) -> float:
-    """Measured with `Linear`, the layer that the models use."""
+    """Measure the peak with `Linear`, the layer that the models use."""
     size = MATRIX_SIZES[device.type]
     x, linear = torch.randn(size, size, device=device).to(dtype), Linear(size, size, bias=False).to(device, dtype)
     # The fastest products of such a model: on a GPU, int4 weights are multiplied in the model's dtype.
     if quantization == "int4":
         quantization = "int8" if device.type == "cpu" else None
-    decoder = nn.ModuleDict({"layers": nn.ModuleList([linear])})  # whose layers take all kinds of quantization
+    decoder = nn.ModuleDict({"layers": nn.ModuleList([linear])})  # its layers support all kinds of quantization
     choose_linear_methods(nn.ModuleDict({"decoder": decoder}), device, dtype, quantization)
     linear.requires_grad_(False).process_weights_after_loading()
     return 2 * size**3 / _best_seconds(lambda: linear(x), device)
@@ -123,7 +123,7 @@ class Roofline:
         self.key_bytes = kv_block_bytes(runner.model_config, 1, runner.kv_dtype)  # of a key and its value in all layers
 
     def shares(self, run: Run) -> dict[str, float | None]:
-        """Share of bandwidth reached in decode, and of arithmetic in prefill and in the ViT; None without such work.
+        """Return the share of bandwidth in decode, and of arithmetic in prefill and in the ViT; None without such work.
 
         Each share refers to the time spent in that part of the steps.
         """
@@ -145,12 +145,12 @@ class Roofline:
         }
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """Weight bytes that a decode step of `num_tokens` tokens reads; tokens choose experts independently."""
+        """Return the weight bytes that a decode step of `num_tokens` reads; tokens choose experts independently."""
         unused = (1 - self.costs.active_share) ** num_tokens
         return self.stored.decoder + self.stored.head - unused * self.stored.experts
 
     def limit(self, run: Run, concurrency: int) -> float:
-        """Requests per second at the machine's peaks, with decode steps of `concurrency` requests each.
+        """Return requests per second at the machine's peaks, with decode steps of `concurrency` requests each.
 
         The ViT and prefill are bound by arithmetic, decode steps by bandwidth or arithmetic, whichever takes longer.
         """
@@ -171,7 +171,7 @@ class Roofline:
         return weights + num_tokens * _mean_decode_keys(run.outputs) * self.key_bytes
 
     def _prefill_flops(self, run: Run, prefill_steps: list) -> float:
-        """All prompts are computed in these steps, and some tokens are decoded along with them."""
+        """Return the operations of steps that compute all prompts and decode some tokens along with them."""
         num_decoded = sum(step.num_decode_tokens for step in prefill_steps)
         num_tokens = num_decoded + sum(step.num_prefill_tokens for step in prefill_steps)
         num_keys = _prompt_keys(run.outputs) + num_decoded * _mean_decode_keys(run.outputs)
@@ -186,7 +186,7 @@ def _prompt_keys(outputs: list[RequestOutput]) -> int:
 
 
 def _decode_keys(outputs: list[RequestOutput]) -> int:
-    """A completion's first token is sampled in prefill; later ones attend to the prompt and the tokens before them."""
+    """Count the keys that decoded tokens attend to; a completion's first token is sampled in prefill."""
     return sum(
         keys_seen(output.num_prompt_tokens, output.num_prompt_tokens + len(output.token_ids) - 1) for output in outputs
     )

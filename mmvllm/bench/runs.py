@@ -1,4 +1,4 @@
-"""One run of requests through an `LLM`, submitted as users do."""
+"""One run of requests through an `LLM`, submitted like a user's requests."""
 
 import sys
 import time
@@ -18,10 +18,10 @@ from mmvllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Measurements of a run; outputs hold the times of each request. For other engines, steps and caches stay empty."""
+    """Measurements of a run; outputs have the times of each request. Other engines have no steps and no caches."""
 
-    start: float  # in seconds since the epoch, as the times of outputs
-    start_counter: float  # the same time on time.perf_counter(), as the ends of steps
+    start: float  # in seconds since the epoch, like the times of outputs
+    start_counter: float  # the same time on time.perf_counter(), like the ends of steps
     seconds: float  # from submission to the last output
     outputs: list[RequestOutput]
     peak_memory: int | None
@@ -30,7 +30,7 @@ class Run:
     worker_seconds: float = 0.0  # CPU time of preparation, in all threads
     encoder_lookups: int = 0
     encoder_hits: int = 0
-    decode_seconds: list[float] = field(default_factory=list)  # of OpenVINO's steps after the last prompt's
+    decode_seconds: list[float] = field(default_factory=list)  # of OpenVINO's steps after the last prompt
 
 
 class Mmvllm:
@@ -40,7 +40,7 @@ class Mmvllm:
         self.llm = llm
 
     def run(self, requests: list[dict], output_tokens: int) -> Run:
-        """Generate exactly `output_tokens` tokens per request; raises ValueError if they exceed the model's length."""
+        """Generate exactly `output_tokens` tokens per request; raise ValueError if they exceed the model's length."""
         engine, device = self.llm.engine, self.llm.engine.model_runner.device
         cache, params = engine.encoder_cache, SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         lookups, hits = cache.num_lookups, cache.num_hits
@@ -96,7 +96,7 @@ def _check_room(num_prompt_tokens: int, output_tokens: int, max_model_len: int) 
 
 
 def now(device: torch.device) -> float:
-    """time.perf_counter() after all work submitted to the device has finished."""
+    """Return time.perf_counter() after all work submitted to the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -107,7 +107,7 @@ def step_seconds(step: StepStats) -> float:
 
 
 def is_prefill(step: StepStats) -> bool:
-    """Whether a step computed any prompt token, possibly together with decodes."""
+    """Return whether a step computed any prompt token, possibly together with decodes."""
     return step.num_prefill_tokens > 0
 
 
@@ -121,9 +121,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes since the reset: allocated on a GPU, elsewhere the resident set of the whole process.
+    """Return the peak bytes since the reset: allocated on a GPU, elsewhere the resident set of the process.
 
-    None if the system does not report it.
+    Returns None if the system does not report it.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -21,7 +21,7 @@ from mmvllm.utils.text import counted
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Engines by name (mmvllm, and the one of --compare), their roofline and their workload."""
+    """The engines by name (mmvllm, and the engine of --compare), their roofline and their workload."""
 
     engines: dict
     roofline: Roofline
@@ -67,12 +67,12 @@ class Bench:
         return cls(engines, Roofline(machine, llm), workload, device, config, dtype, attention, max_num_seqs)
 
     def described(self) -> dict:
-        """For the JSON line: the resolved dtype and attention backend, the machine's peaks, and OpenVINO's version."""
+        """Return entries of the JSON line: dtype and attention backend, the machine's peaks, OpenVINO's version."""
         found = {"dtype": self.dtype, "attention": self.attention, "machine": asdict(self.roofline.machine)}
         return found | {name: engine.version for name, engine in self.engines.items() if name == "openvino"}
 
     def rounds(self, number: int, num_requests: int, output_tokens: int) -> list[dict[str, Run]]:
-        """The runs of each round by engine, all on the same requests; a first warm-up round is dropped."""
+        """Return each round's runs by engine, all on the same requests; a first warm-up round is dropped."""
         return [self._round(i, num_requests, output_tokens) for i in range(number + 1)][1:]
 
     def _round(self, i: int, num_requests: int, output_tokens: int) -> dict[str, Run]:
@@ -98,7 +98,7 @@ def _measured_machine(device: torch.device, dtype: torch.dtype, quantization: st
 
 
 def _engine_options(args: argparse.Namespace) -> dict:
-    """The fields of `EngineConfig` that the user gave, with a default for comparisons."""
+    """Return the fields of `EngineConfig` that the user passed, with a default for comparisons."""
     # On a GPU, leave half of the memory to transformers.
     default = {"gpu_memory_utilization": 0.5} if args.compare else {}
     return default | given_engine_args(vars(args))

@@ -28,7 +28,7 @@ PHASES = {
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Print the tables; return the record."""
+    """Print the tables and return the record."""
     if args.plot:
         require_matplotlib()
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def require_matplotlib() -> None:
 
 
 def plot(run: Run, path: Path) -> None:
-    """Write a PNG, regardless of the file's extension."""
+    """Write a plot of the run as a PNG, regardless of the file's extension."""
     import matplotlib
 
     matplotlib.use("Agg")

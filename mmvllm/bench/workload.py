@@ -16,7 +16,7 @@ way we what with you
 
 
 def image_sizes(text: str) -> list[tuple[int, int]]:
-    """(width, height) pairs of "448x448", of a comma-separated list, or of "mixed"; ValueError for any other text."""
+    """Parse "448x448", a comma-separated list, or "mixed" to (width, height) pairs; raise ValueError otherwise."""
     if text == "mixed":
         return MIXED_SIZES
     matches = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", size.strip()) for size in text.split(",")]
@@ -26,7 +26,7 @@ def image_sizes(text: str) -> list[tuple[int, int]]:
 
 
 def smooth_noise(width: int, height: int, seed: list[int]) -> Image.Image:
-    """An image that is different for every seed."""
+    """Return an image that is different for every seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (7, 7, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -49,7 +49,7 @@ class Workload:
         self._numbers = count()
 
     def requests(self, number: int) -> list[dict]:
-        """The next requests; images are JPEG files in memory."""
+        """Return the next requests; images are JPEG files in memory."""
         return [self._request(next(self._numbers)) for _ in range(number)]
 
     def _request(self, i: int) -> dict:
@@ -61,7 +61,7 @@ class Workload:
         return {"messages": [{"role": "user", "content": content}]}
 
     def _text(self, i: int) -> str:
-        """Words of `prompt_tokens` tokens in total, or a few more if the last word has several."""
+        """Return words of `prompt_tokens` tokens in total, or a few more if the last word has several."""
         rng = np.random.default_rng([self.seed, i, 1])
         text, num_tokens = "", 0
         while num_tokens < self.prompt_tokens:

@@ -1,4 +1,4 @@
-"""Batch captioning: images and videos from folders, lists, tar shards and URLs; runs that can be resumed."""
+"""Batch captioning of images and videos from folders, lists, tar shards and URLs, in runs that can be resumed."""
 
 from importlib import import_module
 

@@ -21,7 +21,7 @@ class JobError(RuntimeError):
 
     Args:
         reason: what failed, and what to do about it.
-        path: the file that could not be written, if one is the cause.
+        path: the file that could not be written, if that is the cause.
         errno: the operating system's error number, if there is one.
         unrecorded: paths of the images that were being captioned and have no record.
     """
@@ -39,11 +39,11 @@ class JobError(RuntimeError):
 
     @classmethod
     def cannot_write(cls, path: str | PathLike, error: OSError, hint: str = "") -> "JobError":
-        """The error for a file that could not be written."""
+        """Return the error for a file that could not be written."""
         return cls(f"{path} cannot be written: {explained(error)}{hint}", path=path, errno=error.errno)
 
 
 def explained(error: OSError) -> str:
-    """The reason of the operating system without its number, and what to do about it."""
+    """Return the operating system's reason without the error number, with advice where there is any."""
     reason, advice = error.strerror or str(error), _ADVICE.get(error.errno)
     return f"{reason}; {advice}" if advice else reason

@@ -1,4 +1,4 @@
-"""Captions that are JSON of a schema: the object of a record, and its keys as columns of a table."""
+"""Captions that are JSON of a schema: parses them into the records' objects, and makes table columns of the keys."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from mmvllm.structured.params import StructuredOutputsParams
 from mmvllm.utils.arguments import is_number
 from mmvllm.utils.text import parse_json, refuse_constant
 
-OBJECT = "object"  # of a record whose job has a schema: the parsed caption, None if that was cut short
-TEXTS = list[str]  # the kind of a column of lists
+OBJECT = "object"  # field of a record with a schema: the parsed caption, None if it was cut short
+TEXTS = list[str]  # the kind of a column whose cells are lists of texts
 _KINDS = {"string": str, "integer": int, "number": float, "boolean": bool}
 _INT64 = 2**63
 _INDEX = re.compile("[0-9]{1,9}")
-MAX_LEVELS = 200  # of a caption's lists and objects: Python parses about 1,000, fewer where functions are nested
+MAX_LEVELS = 200  # nested lists and objects in a caption; Python parses about 1,000, fewer deep in the call stack
 
 
 def schema_text(schema: Any, **texts: str | None) -> str | None:
-    """A schema as a job's settings have it; raises ArgumentError for a wrong one, and with text around captions."""
+    """Return a schema as JSON text; raises ArgumentError for an invalid schema, and for `texts` around captions."""
     if schema is None:
         return None
     if given := [name for name, text in texts.items() if text]:
@@ -32,12 +32,12 @@ def schema_text(schema: Any, **texts: str | None) -> str | None:
 
 
 def with_object(record: dict) -> dict:
-    """The record with its object."""
+    """Return the record with its parsed caption as `object`."""
     return record | {OBJECT: None if record["caption"] is None else parsed(record["caption"])}
 
 
 def parsed(text: str) -> Any:
-    """What a complete caption says, with finite numbers; None for one that was cut short or is nested too deeply."""
+    """Parse a caption, with numbers clamped to finite values; None if it was cut short or is nested too deeply."""
     try:
         value = parse_json(text, parse_float=_finite, parse_constant=refuse_constant)
     except ValueError:
@@ -46,7 +46,7 @@ def parsed(text: str) -> Any:
 
 
 def _has_levels(value: Any, most: int) -> bool:
-    """Whether a value has at most this many levels of lists and objects."""
+    """Return whether a value has at most this many levels of lists and objects."""
     level = [value]
     for _ in range(most + 1):
         level = [one for one in level if isinstance(one, dict | list)]
@@ -57,12 +57,12 @@ def _has_levels(value: Any, most: int) -> bool:
 
 
 def is_cut(record: dict) -> bool:
-    """Whether a caption ended before its object was complete."""
+    """Return whether a caption ended before its object was complete."""
     return OBJECT in record and record[OBJECT] is None and record["finish_reason"] == "length"
 
 
 def object_columns(schema: str | None) -> dict[str, Any]:
-    """Column -> kind: the object as JSON, and each of its keys that the schema names."""
+    """Return column -> kind, for the object as JSON and for each of its keys that the schema names."""
     if schema is None:
         return {}
     properties = _resolved(json.loads(schema)).get("properties")
@@ -71,7 +71,7 @@ def object_columns(schema: str | None) -> dict[str, Any]:
 
 
 def with_object_columns(record: dict, columns: dict[str, Any]) -> dict:
-    """The record with the cells of `object_columns`."""
+    """Return the record with the cells of `object_columns`."""
     made = record.get(OBJECT)
     keys = made if isinstance(made, dict) else {}
     cells = {name: _cell(keys.get(name.removeprefix(f"{OBJECT}.")), kind) for name, kind in columns.items()}
@@ -83,9 +83,9 @@ def _finite(number: str) -> float:
 
 
 def _resolved(schema: Any) -> dict:
-    """The schema itself, or the one that its `$ref` points to; {} if that is not an object of this schema.
+    """Return the schema, or the subschema that its `$ref` points to; {} if that is not an object of this schema.
 
-    Nothing has checked the schema where a server captions: it may have accepted any.
+    With an endpoint, nothing here has checked the schema, and the server may accept any schema.
     """
     found, reference = schema, schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(reference, str):
@@ -104,9 +104,9 @@ def _resolved(schema: Any) -> dict:
 
 
 def _kind(part: Any) -> Any:
-    """What a column has: a type, or `TEXTS`; str, holding JSON, for other types."""
+    """Return the kind of a column: a Python type or `TEXTS`; str, for JSON text, if the schema has another type."""
     alternatives = part.get("anyOf") or part.get("oneOf") if isinstance(part, dict) else None
-    if isinstance(alternatives, list) and alternatives:  # as pydantic writes what may be None
+    if isinstance(alternatives, list) and alternatives:  # pydantic writes optional values like this
         kinds = [_kind(one) for one in alternatives if one != {"type": "null"}]
         return kinds[0] if len(kinds) == 1 else str
     names = part.get("type") if isinstance(part, dict) else None
@@ -117,9 +117,9 @@ def _kind(part: Any) -> Any:
 
 
 def _cell(value: Any, kind: Any) -> Any:
-    """A value as a column of this kind has it; None for one that it cannot have, as servers write that enforce nothing.
+    """Return a value as the cell of a column of this kind; None if it does not fit.
 
-    An integer may be too large for a column, too.
+    Servers that do not enforce the schema write such values, and integers may be too large for a column.
     """
     if value is None:
         return None

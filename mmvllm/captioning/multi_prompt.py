@@ -1,4 +1,4 @@
-"""Several captions of an image: from several prompts, which share the image, or several completions of each prompt."""
+"""Several captions per image: from several prompts that share the image, or from several completions per prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from mmvllm.captioning.json_captions import with_object
 from mmvllm.errors import ArgumentError
 from mmvllm.outputs import RequestOutput
 
-LIST = "captions"  # the field of a record with all captions; there is none where a job makes one caption of an image
+LIST = "captions"  # the field of a record with all captions; absent if the job makes one caption per image
 
 
 @dataclass(frozen=True, slots=True)
 class NamedPrompt:
-    """A prompt of a job, and what its captions are called; `name` is None where there is one prompt only."""
+    """A prompt, with the name for its captions; `name` is None if the image has a single prompt."""
 
     name: str | None
     text: str
 
 
 def named_prompts(given: Any) -> list[dict[str, str]]:
-    """Prompts as a job's settings have them, from strings or dicts with `prompt` and perhaps `name`.
+    """Return prompts as dicts with `name` and `prompt`, from strings or from dicts that may lack `name`.
 
-    A prompt without a name is called by its place, "1" for the first. Raises ArgumentError for anything else.
+    A prompt without a name is named by its position, "1" for the first. Raises ArgumentError for anything else.
     """
     if not isinstance(given, list | tuple) or not given:
         raise ArgumentError("{prompts} must be a list with one prompt or more, each text or {form}", form=_FORM)
@@ -63,14 +63,14 @@ def captions_of(
     finished: Callable[[str], str],
     are_objects: bool = False,
 ) -> list[dict[str, Any]]:
-    """The field `captions` of a record, in the order of the prompts.
+    """Return the entries of a record's field `captions`, in the order of the prompts.
 
-    A prompt that failed has one entry, with `error`. `finished` makes the caption from the model's text. Of captions
-    that are objects, an entry has the parsed `object`.
+    A prompt that failed has one entry with an `error`. `finished` turns the model's text into the caption. With
+    `are_objects`, each entry also has the parsed `object`.
     """
     return [
         with_object(entry) if are_objects else entry
-        for prompt, output in zip(prompts, outputs, strict=False)  # of an image that cannot be read there is one output
+        for prompt, output in zip(prompts, outputs, strict=False)  # an unreadable image has a single output
         for entry in _entries(prompt, output, finished)
     ]
 
@@ -93,7 +93,7 @@ def _entries(prompt: NamedPrompt, output: RequestOutput, finished: Callable[[str
 
 
 def first_error(prompts: Sequence[NamedPrompt], outputs: Sequence[RequestOutput]) -> tuple[str, RequestOutput] | None:
-    """The first prompt that failed, as the record's error names it, and its output; None if none failed."""
+    """Return the first failed prompt's name, as the prefix of an error, and its output; None if no prompt failed."""
     failed = next(((i, output) for i, output in enumerate(outputs) if output.error is not None), None)
     if failed is None:
         return None
@@ -102,34 +102,34 @@ def first_error(prompts: Sequence[NamedPrompt], outputs: Sequence[RequestOutput]
 
 
 def caption_lines(record: dict) -> str:
-    """The text of a record's caption file: its caption, or of several a line each, without the failed ones."""
+    """Return the text of a record's caption file: its caption, or a line for each of several, without failed ones."""
     if LIST not in record:
         return record["caption"]
     return "\n".join(" ".join(caption.split()) for _, caption in shown_captions(record))
 
 
 def entries_of(record: dict) -> list[dict]:
-    """The captions of a record with what is said of each; a record with one caption is that itself."""
+    """Return the entries of a record's captions; a record with a single caption is its only entry."""
     return record.get(LIST) or [record]
 
 
 def shown_captions(record: dict) -> list[tuple[str | None, str]]:
-    """The captions that a record has, each with the name of its prompt; None for one that needs none."""
+    """Return (prompt name, caption) for each caption to show, without failed ones; a single prompt has no name."""
     if LIST not in record:
         return [(None, record["caption"])]
     return [(one["name"], one["caption"]) for one in record[LIST] if one["caption"] is not None]
 
 
 def caption_columns(names: Sequence[str | None], n: int) -> list[str]:
-    """The columns of a table for the captions of a job with these prompts, and `n` captions of each.
+    """Return the table columns for the captions of these prompts, with `n` captions each.
 
-    The caption of a prompt without a name that has one only is in the column of records, `caption`.
+    The only caption of a prompt without a name needs no further column: it is in `caption`.
     """
     return [_column(name, i, n) for name in names for i in range(1, n + 1) if name is not None or n > 1]
 
 
 def with_caption_columns(record: dict) -> dict:
-    """The record with `captions` as columns; a record with one caption as it is."""
+    """Return the record with `captions` as columns; a record with a single caption is unchanged."""
     entries = record.get(LIST)
     if not entries:
         return record
@@ -145,5 +145,5 @@ def with_caption_columns(record: dict) -> dict:
 
 
 def _column(name: str | None, i: int, n: int) -> str:
-    """Column name of the i-th of n captions, counted from 1, of the prompt with this name."""
+    """Return the column name of caption i of n, counted from 1, of the prompt with this name."""
     return "_".join(("caption", *filter(None, (name, str(i) if n > 1 else None))))

@@ -11,7 +11,7 @@ PRESETS = {
     "tags": "List tags for this image: lowercase keywords for subject, setting, colors, style and mood, separated by "
     "commas, and nothing else.",
     "ocr": "Write out all text in this image exactly as it stands, line by line, and nothing else.",
-    # In the words of Qwen2.5-VL's and Qwen3-VL's own examples.
+    # The wording follows the examples of Qwen2.5-VL and Qwen3-VL.
     "boxes": "Locate the main objects in this image, each with a short label, and report the bbox coordinates in JSON "
     "format.",
     "tags-json": "Describe this image as a JSON object: subject, setting and style in a few words each, colors as a "
@@ -22,7 +22,7 @@ PRESETS = {
 
 
 def _object_of(texts: dict[str, int], lists: dict[str, int]) -> dict[str, Any]:
-    """The schema of an object of texts (name -> maximum characters) and lists of short texts (name -> maximum)."""
+    """Return the schema of an object with texts (name -> maximum length) and lists of short texts (name -> maximum)."""
     short = {"type": "string", "minLength": 1, "maxLength": 40}
     properties = {name: {"type": "string", "maxLength": length} for name, length in texts.items()}
     properties |= {name: {"type": "array", "items": short, "maxItems": number} for name, number in lists.items()}

@@ -1,4 +1,4 @@
-"""A captioning job from start to end: find images and videos, skip what is recorded, caption and record the rest."""
+"""Runs a captioning job: finds images and videos, skips the recorded ones, and captions and records the rest."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -63,43 +63,44 @@ def caption_images(
 ) -> "CaptionRun":
     """Caption images and videos as `mmvllm caption` does.
 
-    Returns an iterator of records, dicts with the keys of `COLUMNS`. An image or clip that cannot be captioned is a
-    record with an `error`. With `output`, those that are recorded there are not captioned again. If you do not consume
-    all records, close the run or use it in a `with` statement.
+    Returns an iterator of records, which are dicts with the keys of `COLUMNS`. An image or clip that cannot be
+    captioned has a record with an `error`. Images and clips that are already recorded in `output` are skipped. If you
+    do not consume all records, close the run or use it in a `with` statement.
 
     Args:
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
-        llm: an engine to use, which stays open; without one, an engine is made from `model` and `engine_args`.
-        output: the file to record in; None records nothing.
-        format: a name in `mmvllm.captioning.outputs.output.FORMATS`, "jsonl" say; by default the suffix of `output`
-            decides.
-        output_dir: where formats with a file per image write; None is beside the images.
-        caption_extension: the suffix of the caption files of the format "txt", ".caption" say; by default ".txt".
-        overwrite, append_anyway: replace an output, or add to one that was made with other settings.
-        skip_existing: leave out images whose caption file exists.
-        retry_failed: take only images that an earlier run recorded as failed.
+        llm: an existing engine, which stays open; without it, an engine is created from `model` and `engine_args`.
+        output: the file to write records to. None writes no records, except in formats with caption files, which then
+            use `captions.jsonl` in `output_dir` or in the working directory.
+        format: a name in `mmvllm.captioning.outputs.output.FORMATS`, such as "jsonl"; by default, the suffix of
+            `output` decides.
+        output_dir: the folder for caption files; None writes them beside the images.
+        caption_extension: the suffix of caption files in the format "txt", such as ".caption"; by default ".txt".
+        overwrite, append_anyway: replace an existing output, or append to one that was made with other settings.
+        skip_existing: skip images whose caption file exists.
+        retry_failed: process only images that an earlier run recorded as failed.
         fail_fast: stop at the first failure.
-        limit: take at most this many images that are not recorded yet.
-        shard: (i, n) with 1 <= i <= n: take the i-th of n parts, chosen by a hash of each path.
-        workers: threads that prepare images; by default one per core, at most 8.
-        worker_processes: prepare images in processes, which do not share one interpreter lock.
-        image_timeout, video_timeout: seconds in which an image, or the frames of a video, must be downloaded or read,
-            and decoded; one that takes longer fails.
-        ordered: give and write the records of this run in the order in which their images are found, rather than as
-            their captions are finished.
-        data_parallel_size: engines made from `model` and `engine_args` on this machine, each in a separate process
-            with `tensor_parallel_size` CUDA devices or a part of the CPU's threads; "auto" is as many as there are CUDA
-            devices for, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits apply to each engine.
-        ray: caption on Ray Data, with engines made from `model` and `engine_args` in the actors.
-        endpoint: the URL of a server with OpenAI's API that writes the captions, or `EndpointOptions`; no model is
-            loaded here then.
+        limit: process at most this many images that are not recorded yet.
+        shard: (i, n) with 1 <= i <= n: process only part i of n, which a hash of each path selects.
+        workers: number of threads that prepare images; by default one per core, at most 8.
+        worker_processes: prepare images in worker processes, which do not share an interpreter lock.
+        image_timeout, video_timeout: seconds allowed for reading (or downloading) and decoding an image, or the frames
+            of a video; it fails if it takes longer.
+        ordered: yield and write the records in the order in which their images are found, not as captions finish.
+        data_parallel_size: number of engines to create from `model` and `engine_args` on this machine, each in a
+            separate process with `tensor_parallel_size` CUDA devices or a share of the CPU threads. "auto" creates as
+            many as the CUDA devices allow, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits apply
+            to each engine.
+        ray: caption on Ray Data; each actor creates an engine from `model` and `engine_args`.
+        endpoint: the URL of an OpenAI-compatible server that generates the captions, or `EndpointOptions`; no model is
+            loaded here.
         settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
             max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
             animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
             allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization, kv_cache_dtype, lora and
-            chat_template of the engine that is made.
+            chat_template of the created engine.
 
-    Raises ValueError for arguments that do not fit together, and if another run is writing to the output.
+    Raises ValueError for incompatible arguments, and if another run is writing to the output.
     """
     paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
     output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
@@ -118,7 +119,7 @@ def caption_images(
         settings |= _settings_of(llm, model, server)
         for name in ("lora", "chat_template"):
             if settings.get(name) is not None:
-                settings[name] = os.fspath(settings[name])  # as it is recorded
+                settings[name] = os.fspath(settings[name])  # records contain text, not paths
         job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
         _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
         engine_args |= {name: getattr(job, name) for name in ENGINE_SETTINGS}
@@ -131,12 +132,12 @@ def caption_images(
         spec = EngineSpec(job, model, engine_args, workers, worker_processes, timeouts)
         places = _places(data_parallel_size, engine_args)
         if ray is not None:
-            from mmvllm.captioning.jobs.ray_source import RaySource  # here, because Ray is an optional dependency
+            from mmvllm.captioning.jobs.ray_source import RaySource  # imported here because Ray is optional
 
             source = RaySource(spec, selection, out.files, ordered, ray, out.earlier)
             stack.callback(source.close)
         elif server is not None:
-            from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # here, because httpx is optional
+            from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # imported here because httpx is optional
 
             source = EndpointSource(server, job, loader, endpoint.concurrency, workers, ordered)
         elif len(places) > 1:
@@ -152,7 +153,7 @@ def caption_images(
 
 
 def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoint | None") -> dict[str, Any]:
-    """The settings that an engine has, as they were given to it: "auto" stays "auto", as in a run without `llm`."""
+    """Return the settings that the engine or server determines; "auto" stays "auto", as in a run without `llm`."""
     if llm is None:
         return {"model": model_name(model) if server is None else server.model}
     config = llm.engine.config
@@ -192,12 +193,12 @@ def _check_engine(
                 f"{{{name}}} is one of the job's settings; give it as an argument, not in {{engine_args}}"
             )
         if llm is not None and name in settings:
-            raise ArgumentError(f"{{{name}}} cannot be given together with {{llm}}, whose own is used and recorded")
+            raise ArgumentError(f"{{{name}}} cannot be combined with {{llm}}, whose setting is used and recorded")
 
 
 def _check_beam_width(job: CaptionSettings, max_num_seqs: int | None) -> None:
     if job.beam_width is not None and max_num_seqs is not None and job.beam_width > max_num_seqs:
-        reason = f"{{beam_width}} is {job.beam_width}, {{max_num_seqs}} is {max_num_seqs}; lower it or raise that"
+        reason = f"{{beam_width}} is {job.beam_width}, {{max_num_seqs}} is {max_num_seqs}; lower it or raise the limit"
         raise ArgumentError(reason)
 
 
@@ -209,11 +210,11 @@ def _check_size(data_parallel_size: int | str, llm: LLM | None, ray: RayOptions 
     if llm is not None:
         raise ArgumentError("{llm} is one engine; give {model} instead for {data_parallel_size}")
     if ray is not None:
-        raise ArgumentError("{data_parallel_size} is for one machine without Ray, whose engines are {num_actors}")
+        raise ArgumentError("{data_parallel_size} is for one machine without Ray; with Ray, give {num_actors}")
 
 
 def _places(data_parallel_size: int | str, engine_args: dict[str, Any]) -> list[Placement]:
-    """Where several engines run; one that is alone runs in this process, and chooses its device itself."""
+    """Return the placements of several engines; a single engine runs in this process and chooses its device itself."""
     if data_parallel_size == 1:
         return []
     return place_engines(data_parallel_size, EngineConfig.from_arguments("LLM", **engine_args))
@@ -228,7 +229,7 @@ def _check_paths(paths: list[str | PathLike], output: Path | None) -> None:
 
 
 class Source(Protocol):
-    """What makes the records of pending tasks: engines here, in processes of this machine or on Ray, or an endpoint."""
+    """A producer of records for pending tasks: an engine here, engines in processes or on Ray, or an endpoint."""
 
     engine_wait_share: float
 
@@ -238,7 +239,7 @@ class Source(Protocol):
 
 
 class CaptionRun:
-    """An iterator of records, made by `caption_images`.
+    """One captioning run, as an iterator of its records; `caption_images` creates it.
 
     A record is written to the output before it is yielded; its caption file, if there is one, follows within about a
     second.
@@ -257,7 +258,7 @@ class CaptionRun:
         self._records = _recorded(source, pending_tasks, output, self.progress, fail_fast)
 
     def stop(self) -> None:
-        """Take no further images; requests in engines of this machine are finished, those in Ray's actors are dropped.
+        """Take no further images; requests in flight are finished, except in Ray's actors, which drop them.
 
         May be called from a signal handler.
         """
@@ -265,27 +266,27 @@ class CaptionRun:
 
     @property
     def num_failed(self) -> int:
-        """Number of images that are recorded as failed, by this run or an earlier one."""
+        """Number of images that this run or an earlier one recorded as failed."""
         return self.progress.num_failed if self.output.journal is None else self.output.index.count_failed()
 
     def count(self) -> int | None:
-        """Count images and videos by a second search; None if a list can be read only once (standard input, a pipe)."""
+        """Count images and videos in a separate search; None if a list can be read only once, as from a pipe."""
         if any(path == Path("-") or path.is_fifo() for path in map(Path, self._selection.paths)):
             return None
         return sum(1 for _ in self._selection.items())
 
     @property
     def limit(self) -> int | None:
-        """The largest number of images and clips that the run takes, not counting those it skips."""
+        """Maximum number of images and clips that the run processes, not counting those it skips."""
         return self._selection.limit
 
     @property
     def retries_failed(self) -> bool:
-        """Whether the run takes only images that are recorded as failed."""
+        """Whether the run processes only images that are recorded as failed."""
         return self._selection.retry_failed
 
     def close(self) -> None:
-        """End the run, and close the output and the engine that it made; safe to call twice."""
+        """End the run, and close the output and the engine that it created; safe to call twice."""
         try:
             self._records.close()
         finally:
@@ -331,7 +332,7 @@ def _write(record: dict, pending_tasks: PendingTasks, output: Output) -> None:
     try:
         output.write(record)
     except JobError as error:
-        in_flight = pending_tasks.in_flight.copy()  # the thread that finds images adds to it
+        in_flight = pending_tasks.in_flight.copy()  # the thread that finds images adds entries
         names = [path for key, path in in_flight.items() if output.index.line(key) is None]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason = (

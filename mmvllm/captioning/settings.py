@@ -1,4 +1,4 @@
-"""The settings of a job: model, prompt, pixel bounds, frames of videos, decoding, and text around each caption."""
+"""The settings of a captioning job: model, prompts, pixel bounds, video sampling, decoding, text around captions."""
 
 import dataclasses
 import json
@@ -24,17 +24,17 @@ from mmvllm.processors.videos.clip import DEFAULT_FPS, MAX_FPS
 from mmvllm.sampling_params import MAX_COMPLETIONS, SamplingParams
 from mmvllm.utils.arguments import is_number
 
-# Part of the fingerprints of earlier outputs, so it must stay as it is; messages say "images".
+# The fingerprints of existing outputs include this text, so it cannot change; messages say "images".
 BESIDE_IMAGES = "beside the pictures"
-# Every fingerprint covers these settings; settings that were added later only where they differ from their default.
+# Every fingerprint covers these settings; settings that were added later count only if they differ from their default.
 FIRST_SETTINGS = (
     *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
     *("prefix", "suffix", "trigger_word", "caption_files"),
 )
-# Those that are options of the engine, which change what it computes.
+# Settings that are also options of the engine, because they change what it computes.
 ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora", "chat_template")
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
-MIN_FRAME_PIXELS = 128 * 28 * 28  # to which qwen-vl-utils enlarges smaller frames
+MIN_FRAME_PIXELS = 128 * 28 * 28  # qwen-vl-utils enlarges smaller frames to this area
 _AT_LEAST_ONE = (lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1")
 _REQUIRED_OF_VIDEOS = {
     "video_fps": (lambda fps: 0 < fps <= MAX_FPS, f"a number above 0 and at most {MAX_FPS}"),
@@ -46,9 +46,9 @@ _REQUIRED_OF_VIDEOS = {
 
 @dataclass(frozen=True, slots=True)
 class VideoSampling:
-    """How frames are sampled from videos: settings of `CaptionSettings`, by their names.
+    """How frames are sampled from videos, in fields with the names that `CaptionSettings` uses.
 
-    Raises ArgumentError for values that cannot be.
+    Raises ArgumentError for invalid values.
     """
 
     video_fps: float | None
@@ -65,7 +65,7 @@ class VideoSampling:
                 raise ArgumentError(f"{{{name}}} must be {required}, got {{value!r}}", value=value)
 
     def part(self, item: Item) -> dict[str, Any]:
-        """The part of a message for a clip, with keys as qwen-vl-utils means them."""
+        """Return the content part for a video or clip, with the keys of qwen-vl-utils."""
         keys = {"video_start": item.start, "video_end": item.end, "max_pixels": self.video_max_pixels}
         if self.video_frames is None:
             keys["fps"] = self.video_fps or DEFAULT_FPS
@@ -75,7 +75,7 @@ class VideoSampling:
 
     @property
     def processor_kwargs(self) -> dict[str, int]:
-        """The smallest size of a frame where the largest is given, which may be below that of the checkpoint."""
+        """`min_pixels` of a frame if `video_max_pixels` is given, which may be below the checkpoint's minimum."""
         return {} if self.video_max_pixels is None else {"min_pixels": min(self.video_max_pixels, MIN_FRAME_PIXELS)}
 
 
@@ -83,29 +83,31 @@ class VideoSampling:
 class CaptionSettings:
     """Settings of one job; a run resumes an output only if the settings are equal.
 
-    `prefix`, `suffix` and `trigger_word` are put around the model's text: prefix, "trigger_word, ", text, suffix.
-    `context_from` is the suffix of files beside the images, whose text is added to the prompt as context;
-    `context_mode`, "prepend" or "append", is where any context goes. `caption_files` describes the caption files of the
-    job. Special tokens in prompt, system message and contexts are text, unless `allow_special_tokens`.
-    `chat_template` replaces the checkpoint's, and `chat_template_kwargs` are its arguments. With a `schema`, a JSON
-    schema as a dict, as text or as a pydantic model, captions are JSON of this schema, and records have the parsed
-    `object`. `beam_width` is the number of beams of beam search, which does not look for repetitions.
+    `prefix`, `suffix` and `trigger_word` are added to the model's text in the order prefix, "trigger_word, ", text,
+    suffix. `context_from` is the suffix of text files beside the images that are read as context for the prompt;
+    `context_mode`, "prepend" or "append", places any context. `caption_files` describes the caption files of the job.
+    Special tokens in the prompt, system message and context are plain text, unless `allow_special_tokens` is true.
+    `chat_template` replaces the checkpoint's template, and `chat_template_kwargs` are passed to the template. With a
+    `schema`, which is a JSON schema as a dict, as text or as a pydantic model, captions are JSON that matches it, and
+    records have the parsed `object`. `beam_width` is the number of beams in beam search, which does not detect
+    repetitions.
 
-    `prompts` has several prompts, whose captions of an image are one record: a list of texts, or of dicts with `name`
-    and `prompt`; `prompt` is then the first of them. `n` captions are made of each prompt, which needs a temperature.
+    `prompts` is a list of texts, or of dicts with `name` and `prompt`. One record has an image's captions for all of
+    them, and `prompt` is the first of them. `n` captions are generated for each prompt; more than one needs a
+    temperature or beam search.
 
-    Of a video `video_fps` frames per second are sampled, 2 by default, or `video_frames`, with at most
-    `video_max_pixels` each. With `clip_seconds`, longer videos are captioned as clips of this length. With
-    `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files of several frames are videos.
+    Videos are sampled at `video_fps` frames per second, 2 by default, or at `video_frames` frames in total, each with
+    at most `video_max_pixels`. With `clip_seconds`, longer videos are captioned as clips of this length. With
+    `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files with several frames count as videos.
 
     With `jpeg_draft`, large JPEGs are decoded at a reduced scale, which changes pixel values.
 
-    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them;
-    nevertheless their outputs are resumed by runs that do.
+    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them,
+    but their outputs can be resumed nevertheless.
 
-    Existing outputs are resumed by names, values and defaults of the fields: a new field needs a default that
-    means the earlier behaviour, and keeps it. To rename or remove a field, raise `VERSION` in settings_file.py and
-    convert older files there.
+    Resuming compares names, values and defaults of the fields with an existing output. A new field therefore needs a
+    default that keeps the earlier behavior, and this default must never change. To rename or remove a field, raise
+    `VERSION` in settings_file.py and convert older files there.
     """
 
     model: str = "bundled"
@@ -157,7 +159,7 @@ class CaptionSettings:
         _ = self.video_sampling  # checks the values, too
 
     def _set_prompts(self) -> None:
-        """Give every prompt a name; one that is alone is `prompt`."""
+        """Give every prompt a name; a list with a single prompt becomes `prompt`."""
         if self.prompts is None:
             return
         prompts = named_prompts(self.prompts)
@@ -169,14 +171,14 @@ class CaptionSettings:
     def _check_n(self) -> None:
         if self.n * self.num_prompts > MAX_COMPLETIONS:
             number = self.n * self.num_prompts
-            raise ArgumentError(f"{{n}} and {{prompts}} make {number} captions of an image, at most {MAX_COMPLETIONS}")
+            raise ArgumentError(f"{{n}} and {{prompts}} make {number} captions per image, more than {MAX_COMPLETIONS}")
         if self.n > 1 and self.temperature == 0 and self.beam_width is None:
             raise ArgumentError(
                 "{n} is {value}, but greedy captions would all be equal: give a {temperature}", value=self.n
             )
 
     def __hash__(self) -> int:
-        return hash((self.model, self.prompt))  # a dict, as among the other fields, has no hash
+        return hash((self.model, self.prompt))  # other fields may be dicts, which cannot be hashed
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -187,7 +189,7 @@ class CaptionSettings:
             seed=self.seed,
             beam_width=self.beam_width,
             stop_on_repetition=self.stop_on_repetition and self.beam_width is None,
-            # Line breaks and indents would cost tokens, and the object does not have them.
+            # Line breaks and indentation would cost tokens, and the parsed object does not keep them.
             structured=None if self.schema is None else {"json": self.schema, "whitespace_pattern": " ?"},
         )
 
@@ -198,7 +200,7 @@ class CaptionSettings:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the settings, 16 hex digits, equal in every run."""
+        """A hash of the settings (16 hex digits) that is the same in every run."""
         return _fingerprint(self)
 
     @property
@@ -208,13 +210,13 @@ class CaptionSettings:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the model repeats its caption for equal images: decoding is greedy or seeded."""
+        """Whether equal images get equal captions, because decoding is greedy or seeded."""
         return self.temperature == 0 or self.seed is not None
 
     def difference(self, other: dict[str, Any], folders: Sequence[str] = ()) -> list[str]:
-        """The fields that differ from earlier runs, as text; fields that are not named there have defaults.
+        """Describe the fields that differ from `other`, the settings of an earlier run; missing fields have defaults.
 
-        `folders` are the working directories of these runs, which a relative output folder may refer to.
+        `folders` are the working directories of earlier runs, to which a relative output folder may refer.
         """
         mine, theirs = dataclasses.asdict(self), _DEFAULTS | other
         changed = [
@@ -229,7 +231,7 @@ class CaptionSettings:
 
     @property
     def video_prompt(self) -> str:
-        """The job's prompt for videos: presets, and the default, speak of a video instead of an image."""
+        """The job's prompt for videos; presets and the default prompt then say "video" instead of "image"."""
         return _VIDEO_PROMPTS.get(self.prompt, self.prompt)
 
     @property
@@ -244,15 +246,15 @@ class CaptionSettings:
 
     @property
     def prompt_names(self) -> list[str | None]:
-        """The names of the job's prompts; None for one that is alone."""
+        """The names of the job's prompts; a single prompt has the name None."""
         return [None] if self.prompts is None else [one["name"] for one in self.prompts]
 
     def prompt_for(self, item: Item) -> str:
-        """The item's prompt or else the job's first, with the item's context if it has one."""
+        """Return the item's prompt or else the job's first prompt, with the item's context if it has one."""
         return self._prompt(item, item.beside if item.context is None else item.context)
 
     def prompts_for(self, item: Item) -> list[NamedPrompt]:
-        """All prompts of an item: its own alone, unless it is the job's first one, or else the job's."""
+        """Return the item's prompt alone, if it differs from the job's first prompt, or else all prompts of the job."""
         first = NamedPrompt(self.prompt_names[0], self.prompt_for(item))
         if self.prompts is None or item.prompt not in (None, "", self._own_prompt(item)):
             return [NamedPrompt(None, first.text) if item.prompt else first]
@@ -275,10 +277,10 @@ class CaptionSettings:
         return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
     def key(self, item: Item, path: str | None = None, fingerprint: str | None = None) -> str:
-        """The key of a task, 32 hex digits: a hash of the real path, the prompt, the settings, and which clip it is.
+        """Return the key of a task (32 hex digits): a hash of the real path, id, prompt, settings and clip.
 
-        Earlier runs may have recorded it with another path, or with equal settings that have another fingerprint. The
-        text beside the image has no part in it: like the image itself, it may change without being a new task.
+        Pass `path` and `fingerprint` for an earlier run that recorded the task with different ones. The text beside
+        the image is not part of the key: like the image itself, it may change without creating a new task.
         """
         path, fingerprint = path or item.real_path, fingerprint or self.fingerprint
         data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
@@ -286,13 +288,13 @@ class CaptionSettings:
         return task_key(fingerprint, *facts, *([item.part] if item.part else []))
 
     def content_key(self, digest: str, prompt: str) -> str:
-        """A hash, 32 hex digits, that is equal for images or clips with this digest, prompt and settings."""
+        """Return a hash (32 hex digits) that images or clips with this digest, prompt and settings share."""
         return digest_of(*(text.encode("utf-8", "surrogatepass") for text in (self.fingerprint, digest, prompt))).hex()
 
     def request(self, item: Item) -> dict:
-        """The chat request, with the item itself in place of the image or video.
+        """Return the chat request, which contains the item itself in place of the image or video.
 
-        If there are several prompts, `more` has the messages of the others.
+        If there are several prompts, `more` has the messages for the second and later ones.
         """
         media = [self.video_sampling.part(item) if item.is_video else {"type": "image", "image": item}]
         messages, *more = [self._messages(media, prompt.text) for prompt in self.prompts_for(item)]
@@ -304,16 +306,16 @@ class CaptionSettings:
 
     @property
     def messages_without_media(self) -> list[dict]:
-        """The messages of a request for nothing, and without context."""
+        """The messages of a request without image, video or context."""
         return self._messages([], self.prompt)
 
     def _messages(self, media: list[dict], prompt: str) -> list[dict]:
-        """The image comes before the prompt, so that all prompts share the KV of the system message and the image."""
+        """Put the image before the prompt, so that all prompts share the KV of the system message and the image."""
         messages = [{"role": "user", "content": [*media, {"type": "text", "text": prompt}]}]
         return messages if self.system is None else [{"role": "system", "content": self.system}, *messages]
 
     def caption(self, text: str) -> str:
-        """The caption that is recorded for the model's text."""
+        """Return the caption to record for the model's text."""
         trigger = f"{self.trigger_word}, " if self.trigger_word else ""
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
 
@@ -337,12 +339,12 @@ def _fingerprint(settings: CaptionSettings) -> str:
 
 
 def task_key(fingerprint: str, *facts: str | None) -> str:
-    """The key of a task from the fingerprint of its settings, path, id, prompt, and the data of a data URI."""
+    """Return a task's key from the fingerprint of its settings, its path, id and prompt, its data URI, and its clip."""
     return _digest("\0".join((fingerprint, *(fact or "" for fact in facts))))
 
 
 def output_dir_of(caption_files: str | None) -> str | None:
-    """The folder that the setting `caption_files` names, if it names one."""
+    """Return the folder that the setting `caption_files` names, or None."""
     place = (caption_files or "").partition(" ")[2]
     return place if place != BESIDE_IMAGES and place else None
 

@@ -1,4 +1,4 @@
-"""`mmvllm bench`: throughput and latency, compared with the machine's limits and with transformers; their parts."""
+"""`mmvllm bench`: throughput and latency, also of other engines, and the cost of single parts."""
 
 import argparse
 from importlib import import_module
@@ -55,7 +55,7 @@ def _add_throughput(benchmarks) -> argparse.ArgumentParser:
         help="requests that run at once (default: %(default)s)",
     )
     _add_workload_arguments(parser)
-    parser.add_argument("--text-share", type=share, default=0.0, metavar="SHARE", help="of requests without an image")
+    parser.add_argument("--text-share", type=share, default=0.0, metavar="SHARE", help="share of text-only requests")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the last repeat, step by step")
     return parser
 
@@ -83,9 +83,9 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
         benchmarks,
         "preprocess",
         "measure image preprocessing by size, format and number of threads or processes, or the reading of a video",
-        "From a file in memory to the model's patches: for mmvllm as bytes, which the device normalises later, for "
-        "transformers as normalised float32. With --video: the cost of a sampled frame, beside readers that decode the "
-        "whole video, PyAV and OpenCV.",
+        "Times are from a file in memory to the model's patches: bytes for mmvllm, which the device normalizes "
+        "later, and normalized float32 for transformers. With --video: the cost of a sampled frame, beside readers "
+        "that decode the whole video, PyAV and OpenCV.",
     )
     add_model_argument(parser)
     sizes, formats = "448x448,1024x768,4000x3000", "jpeg,png,webp"
@@ -113,14 +113,14 @@ def _add_preprocess(benchmarks) -> argparse.ArgumentParser:
         type=Path,
         const=True,
         metavar="FILE",
-        help="measure videos in place of images, on this one (default: a generated clip of 20 s)",
+        help="measure a video instead of images: FILE, or a generated clip of 20 s",
     )
     parser.add_argument(
         "--video-fps",
         type=rates,
         default="2,0.2",
         metavar="N,N",
-        help="frames taken per second of the video (default: %(default)s)",
+        help="frames sampled per second of the video (default: %(default)s)",
     )
     _add_comparison(parser)
     return parser
@@ -145,9 +145,9 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         "host",
         "measure the host's work in each step",
         "The model is replaced by prepared logits: scheduler, batch, sampler, commit and delivery remain. Times are "
-        "microseconds per step, the lowest of the medians of three rounds: by the clock, and CPU time of the engine's "
-        "thread, which other processes change little. The parts are CPU time too, measured in steps of their own. In "
-        "mixed steps one prompt arrives and one request finishes.",
+        "microseconds per step, the lowest of the medians of three rounds: wall-clock time, and CPU time of the "
+        "engine's thread, which other processes change little. The parts are CPU time too, measured in separate "
+        "steps. In mixed steps one prompt arrives and one request finishes.",
     )
     parser.set_defaults(model=None)
     add_engine_arguments(
@@ -165,7 +165,7 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         type=whole_number,
         default=256,
         metavar="N",
-        help="streams of an AsyncLLM, at the shortest context; 0 leaves it out (default: %(default)s)",
+        help="streams of an AsyncLLM, at the shortest context; 0 skips this measurement (default: %(default)s)",
     )
     parser.add_argument(
         "--vocab-size",
@@ -176,7 +176,7 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
     parser.add_argument(
         "--arithmetic",
         action="store_true",
-        help="run the sampler's kernels on a CPU, too; by default they are left out there, as the model is",
+        help="run the sampler's kernels on a CPU, too; by default they are replaced there, like the model",
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="profile the decode steps: a table in FILE.txt, or a pstats file"
@@ -189,7 +189,7 @@ def _add(benchmarks, name: str, summary: str, details: str) -> argparse.Argument
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The engine's options, except those that each benchmark describes itself."""
+    """Add the engine's options, except those that each benchmark describes itself."""
     add_model_argument(parser)
     parser.add_argument(
         "--seed",
@@ -220,7 +220,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least_one,
         default=33,
         metavar="N",
-        help="in every completion (default: %(default)s)",
+        help="tokens of every completion (default: %(default)s)",
     )
     _add_comparison(parser, "openvino")
     parser.add_argument(
@@ -233,7 +233,7 @@ def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--openvino-python",
         metavar="FILE",
-        help="interpreter of an environment with openvino-genai and Pillow (default: that of mmvllm)",
+        help="interpreter of an environment with openvino-genai and Pillow (default: mmvllm's interpreter)",
     )
 
 
@@ -250,7 +250,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
         if given := [name for name in ("openvino_model", "openvino_python") if getattr(args, name, None)]:
             raise ValueError(f"{option_name(given[0])} needs --compare openvino")
         return
-    needed = f"a folder that `{CONVERSION}` (or int8) has made"
+    needed = f"a folder that `{CONVERSION}` (or int8) has written"
     if args.openvino_model is None:
         raise ValueError(f"--compare openvino needs --openvino-model, {needed}")
     if not (args.openvino_model / "openvino_language_model.xml").is_file():
@@ -258,7 +258,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
 
 
 def rates(text: str) -> list[float]:
-    """An argparse type, whose name argparse uses in its error message."""
+    """Parse a list of rates; argparse has this function's name in its error message."""
     given = [float(rate) for rate in text.split(",")]
     if not all(0 < rate <= 1000 for rate in given):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0 and at most 1000")
@@ -270,7 +270,7 @@ def _batch_sizes(text: str) -> list[int]:
 
 
 def share(text: str) -> float:
-    """An argparse type, whose name argparse uses in its error message."""
+    """Parse a share; argparse has this function's name in its error message."""
     if not 0 <= float(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
     return float(text)

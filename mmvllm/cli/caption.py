@@ -53,11 +53,11 @@ PASSED_ON = (
     *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
     *("image_timeout", "video_timeout", "ordered", "data_parallel_size"),
 )
-# Options of the output alone.
+# Options that concern the output only.
 OUTPUT_OPTIONS = (
     *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
-# Settings of the captions that have the name of an engine option.
+# Caption settings that share their name with an engine option.
 SETTINGS = (*ENGINE_SETTINGS, "seed")
 
 
@@ -112,7 +112,7 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help=f"given several times, each image has a caption for each (default: {DEFAULT_PROMPT!r})",
+        help=f"prompt of the captions; if repeated, each image has a caption per prompt (default: {DEFAULT_PROMPT!r})",
     )
     prompt.add_argument(
         "--prompts",
@@ -127,7 +127,7 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         "--schema",
         type=Path,
         metavar="FILE",
-        help="captions are JSON of the JSON schema in this file, and records have the parsed object",
+        help="write captions as JSON that matches the JSON schema in this file; records have the parsed object",
     )
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
@@ -155,15 +155,14 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         type=at_least_one,
         default=1,
         metavar="N",
-        help="captions to make with each prompt; more than one needs --temperature or --beam-width "
-        "(default: %(default)s)",
+        help="captions per prompt; more than one needs --temperature or --beam-width (default: %(default)s)",
     )
     group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
     group.add_argument(
         "--no-stop-on-repetition",
         dest="stop_on_repetition",
         action="store_false",
-        help="write captions that repeat themselves to their end; otherwise they end with finish_reason repetition",
+        help="do not end captions that repeat themselves; by default, they end with finish_reason repetition",
     )
     group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
     group.add_argument(
@@ -177,7 +176,7 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allow-special-tokens",
         action="store_true",
-        help="special tokens in prompts, system message and contexts are control tokens; otherwise they are text",
+        help="treat special tokens in prompts, system message and contexts as control tokens instead of text",
     )
     add_template_argument(group)
     group.add_argument(
@@ -219,19 +218,19 @@ def _add_videos(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--animations-as-clips",
         action="store_true",
-        help="take GIF, WebP, AVIF, APNG and TIFF files of several frames as videos, not as images",
+        help="treat GIF, WebP, AVIF, APNG and TIFF files with several frames as videos, not as images",
     )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, metavar="FILE", help="file to record in; the same command resumes it")
+    group.add_argument("--output", type=Path, metavar="FILE", help="file for the records; the same command resumes it")
     group.add_argument(
         "--format",
         choices=FORMATS,
         help=f"{' and '.join(FILE_FORMATS)} write a file for each image in addition to the records (default: by the "
         "suffix of --output, else jsonl)",
     )
-    group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files there, in the same folders")
+    group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files to DIR, in the same folders")
     group.add_argument(
         "--ordered", action="store_true", help="record images in the order in which they are found, not as they finish"
     )
@@ -240,7 +239,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
     group.add_argument(
-        "--append-anyway", action="store_true", help="add to an output that was made with other settings"
+        "--append-anyway", action="store_true", help="append to an output that was written with other settings"
     )
 
 
@@ -273,8 +272,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default=1,
         metavar="N",
         help="engines on this machine, each in a process with --tensor-parallel-size CUDA devices or its part of the "
-        "CPU's threads, and each with its own limits, such as --cpu-kvcache-bytes; auto: as many as there are CUDA "
-        "devices for (default: %(default)s)",
+        "CPU's threads, and each with its own limits, such as --cpu-kvcache-bytes; auto: as many as the CUDA "
+        "devices allow (default: %(default)s)",
     )
     group.add_argument(
         "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -282,21 +281,21 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--endpoint",
         metavar="URL",
-        help="have a server with OpenAI's API write the captions, such as http://localhost:8000/v1, and load no model; "
+        help="let a server with OpenAI's API, such as http://localhost:8000/v1, write the captions, and load no model; "
         "its API key is read from the environment variable OPENAI_API_KEY",
     )
     group.add_argument(
-        "--endpoint-model", metavar="NAME", help="name of the model there (default: the first of /v1/models)"
+        "--endpoint-model", metavar="NAME", help="name of the endpoint's model (default: the first of /v1/models)"
     )
-    group.add_argument("--concurrency", type=at_least_one, metavar="N", help="requests to it at a time (default: 8)")
+    group.add_argument("--concurrency", type=at_least_one, metavar="N", help="concurrent requests (default: 8)")
     group.add_argument(
-        "--endpoint-timeout", type=seconds, metavar="S", help="seconds to wait for its answer (default: 300)"
+        "--endpoint-timeout", type=seconds, metavar="S", help="seconds to wait for the endpoint's answer (default: 300)"
     )
     group.add_argument(
         "--endpoint-retries",
         type=whole_number,
         metavar="N",
-        help="how often a request that failed is sent again, with growing pauses (default: 5)",
+        help="number of times that a failed request is sent again, with growing pauses (default: 5)",
     )
     group.add_argument(
         "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
@@ -357,7 +356,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
-    """Refuse what can be refused before torch is imported."""
+    """Raise ValueError for wrong arguments, before torch is imported."""
     if args.endpoint is None:
         check(args)
     find_items(args.paths)  # refuses paths that do not exist
@@ -409,7 +408,7 @@ def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
 
 
 def _prompts(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings `prompt` or `prompts` that the options give."""
+    """Return the setting `prompt` or `prompts` that the options select."""
     if args.prompt_file is not None:
         return {"prompt": _text_of("--prompt-file", args.prompt_file)}
     if args.preset is not None:
@@ -439,7 +438,7 @@ def _text_of(option: str, path: Path) -> str:
 
 
 def _schema(args: argparse.Namespace) -> str | None:
-    """The JSON schema of the captions, as text."""
+    """Return the JSON schema of the captions, as text."""
     if args.schema is None:
         own = PRESET_SCHEMAS.get(args.preset)
         return None if own is None else json.dumps(own)
@@ -453,7 +452,7 @@ def _schema(args: argparse.Namespace) -> str | None:
 
 
 def _positive(text: str) -> float:
-    """An argparse type."""
+    """Parse a positive number, as an argparse type."""
     try:
         if 0 < (value := float(text)) < float("inf"):
             return value
@@ -463,7 +462,7 @@ def _positive(text: str) -> float:
 
 
 def _size(text: str) -> int | str:
-    """An argparse type."""
+    """Parse a number of engines or "auto", as an argparse type."""
     if text == "auto":
         return text
     try:
@@ -473,7 +472,7 @@ def _size(text: str) -> int | str:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """An argparse type."""
+    """Parse I/N, as an argparse type."""
     i, slash, n = text.partition("/")
     if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 1 <= I <= N")
@@ -489,7 +488,7 @@ class _ListPresets(argparse.Action):
 
 @contextmanager
 def stopping(job: "CaptionRun") -> Iterator[list[int]]:
-    """Stop the job at the first SIGINT or SIGTERM, and end it at the second; yields the list of received signals."""
+    """Stop the job at the first SIGINT or SIGTERM, and end it at the second; yield the list of received signals."""
     received: list[int] = []
 
     def stop(number: int, _) -> None:

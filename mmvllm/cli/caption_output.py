@@ -1,4 +1,4 @@
-"""What `mmvllm caption` prints: captions and failures while it runs, and at the end the summary, also of the report."""
+"""The output of `mmvllm caption`: captions and failures while it runs, and a final summary, also of the report."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ MAX_FAILURES = 10  # printed while captions are recorded
 
 
 def summarize(job: "CaptionRun") -> dict[str, str]:
-    """Label -> text."""
+    """Return the rows of the summary, by label."""
     p, again = job.progress, _again(job)
     failed_before = job.num_failed - p.num_failed
     rows = {
@@ -49,7 +49,7 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
 
 
 def as_lines(summary: dict[str, str]) -> str:
-    """The summary in two columns."""
+    """Format the summary in two columns."""
     width = max(map(len, summary))
     indent = "\n" + " " * (width + 2)
     lines = {label: indent.join(map(printable, text.split("\n"))) for label, text in summary.items()}
@@ -61,7 +61,7 @@ def _noun(progress: "Progress") -> str:
 
 
 def _prompts(job: "CaptionRun") -> list[str]:
-    """The prompt, or the two of a preset for images and for clips; several with their names."""
+    """Return the prompt, or a preset's two prompts for images and clips; several prompts have their names."""
     has_clips, settings = job.progress.num_clips > 0, job.settings
     if settings.prompts is not None:
         return [f"{one['name']}: {one['prompt']}" for one in settings.prompts]
@@ -70,9 +70,9 @@ def _prompts(job: "CaptionRun") -> list[str]:
 
 
 def _again(job: "CaptionRun") -> str:
-    """What to do about failures, unless there are no records to resume from, or a retry has just failed."""
+    """Return advice on failures, unless there are no records to resume from, or a retry has just failed."""
     is_retried = job.output.journal is None or job.retries_failed
-    return "" if is_retried else "; --retry-failed takes these again, once they are mended"
+    return "" if is_retried else "; --retry-failed retries them, once they are fixed"
 
 
 def _skipped(job: "CaptionRun") -> str:
@@ -85,19 +85,19 @@ def _skipped(job: "CaptionRun") -> str:
 
 @contextmanager
 def own_stdout(executor: str) -> Iterator[TextIO]:
-    """The stream for captions; Ray prints reports of lost workers, which are redirected to standard error."""
+    """Yield the stream for captions; redirect Ray's reports of lost workers to standard error."""
     out = sys.stdout
     with redirect_stdout(sys.stderr if executor == "ray" and not out.isatty() else out):
         yield out
 
 
 class Printer:
-    """Prints the captions, if they are not recorded, and the reasons of failures.
+    """Prints the captions that are not recorded, and the reasons of failures.
 
     Args:
         out: the stream for captions; failures are printed to standard error.
-        prints_all: print every record; without it, only the first failures.
-        as_json: print records, rather than their texts.
+        prints_all: print every record; otherwise, only the first failures.
+        as_json: print records instead of their texts.
     """
 
     def __init__(self, out: TextIO, prints_all: bool, as_json: bool):
@@ -123,7 +123,7 @@ class Printer:
 
 
 def _shown_path(record: dict) -> str:
-    """The path without a login, with the seconds of a clip that is only a part of its video."""
+    """Return the path without a login, with the seconds of a clip that is only a part of its video."""
     path, start, end = without_login(record["path"]), record.get("start"), record.get("end")
     if end is None or (start == 0 and end == record["duration"]):
         return path

@@ -1,4 +1,4 @@
-"""What every command does first: it refuses what it can before torch is imported, which takes seconds."""
+"""Checks that every command makes before torch is imported, which takes seconds."""
 
 import argparse
 import sys
@@ -8,15 +8,15 @@ from mmvllm.config import EngineConfig
 
 BUNDLED_NOTICE = (
     "without --model this is the bundled demonstration model, with 3.1 million parameters. It was trained on synthetic "
-    "scenes of coloured shapes and digits, such as those in examples/images, and describes nothing else. For other "
+    "scenes of colored shapes and digits, such as those in examples/images, and describes nothing else. For other "
     "images give a checkpoint, for example --model Qwen/Qwen2-VL-2B-Instruct."
 )
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a wrong engine option, and for a model that cannot be served."""
+    """Raise ValueError for a wrong engine option, or for a model that is not supported."""
     given = vars(args)
-    EngineConfig(**engine_arguments(args, exclude=("seed",)))  # the seed may be that of captions, which has any sign
+    EngineConfig(**engine_arguments(args, exclude=("seed",)))  # it may be the seed of captions, which may be negative
     if given.get("executor", "local") == "local":  # a folder may be on Ray's machines only
         from mmvllm.models.folder import check_model
 
@@ -24,6 +24,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_bundled_notice(args: argparse.Namespace) -> None:
-    """Print to standard error what the bundled model is for, if no other one was given."""
+    """Print to standard error what the bundled model is for, if no other model is selected."""
     if args.model is None:
         print(f"mmvllm {args.command}: {BUNDLED_NOTICE}", file=sys.stderr)

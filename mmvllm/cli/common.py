@@ -17,19 +17,19 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def option_name(name: str) -> str:
-    """The option that sets a Python argument: "output_dir" -> "--output-dir"."""
+    """Return the option that sets a Python argument: "output_dir" -> "--output-dir"."""
     return f"--{name.replace('_', '-')}"
 
 
 def at_least_one(text: str) -> int:
-    """An argparse type."""
+    """Parse a number of at least one, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def context_length(text: str) -> int | None:
-    """An argparse type: a number of tokens, also as vLLM's users write it (4k, 4K for 4096); None for auto and -1."""
+    """Parse a number of tokens, also as vLLM's users write it (4k, 4K for 4096); None for auto and -1."""
     if text in ("auto", "-1"):
         return None
     match = re.fullmatch(r"(\d*[1-9]\d*)([kK]?)", text)
@@ -39,7 +39,7 @@ def context_length(text: str) -> int | None:
 
 
 def seconds(text: str) -> float:
-    """An argparse type."""
+    """Parse a number of seconds, as an argparse type."""
     try:
         if 0 < float(text) < MAX_SECONDS:
             return float(text)
@@ -81,7 +81,7 @@ def add_data_parallel_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> None:
-    """Arguments of commands that sample as the checkpoint advises; `otherwise` says how they sample without it."""
+    """Add options of commands that sample with the checkpoint's defaults; `otherwise` describes `none`."""
     group.add_argument(
         "--generation-config",
         choices=("auto", "none"),
@@ -94,7 +94,7 @@ def add_completion_arguments(group: argparse._ArgumentGroup, otherwise: str) -> 
 
 
 def add_template_argument(group: argparse._ArgumentGroup) -> None:
-    """The arguments of the chat template, under our name and that of vLLM's server."""
+    """Add the option for arguments of the chat template, under our name and the name of vLLM's server."""
     group.add_argument(
         "--default-chat-template-kwargs",
         "--chat-template-kwargs",
@@ -106,7 +106,7 @@ def add_template_argument(group: argparse._ArgumentGroup) -> None:
 
 
 def _template_kwargs(text: str) -> dict[str, Any]:
-    """An argparse type."""
+    """Parse arguments of the chat template, as an argparse type."""
     try:
         return check_template_kwargs(parse_json(text))
     except RequestError as error:
@@ -116,7 +116,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
 
 
 def print_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Print to standard error which sampling parameters of the checkpoint are used, if it has any."""
+    """Print to standard error which sampling defaults of the checkpoint are used, if it has any."""
     if args.generation_config == "auto" and defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         text = f"default sampling parameters from the checkpoint's generation_config.json: {values}"
@@ -124,5 +124,5 @@ def print_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any
 
 
 def whole_number(text: str) -> int:
-    """An argparse type."""
+    """Parse a number of at least zero, as an argparse type."""
     return 0 if text == "0" else at_least_one(text)

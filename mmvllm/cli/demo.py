@@ -24,7 +24,7 @@ from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_pol
 from mmvllm.cli.ports import listen, port
 from mmvllm.processes.signals import ended_by_second_signal
 
-POLL_SECONDS = 0.1  # between looks whether a signal has come
+POLL_SECONDS = 0.1  # between checks for a signal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--allow-special-tokens",
         action="store_true",
-        help="special tokens that visitors write are control tokens; otherwise they are text",
+        help="treat special tokens that visitors write as control tokens instead of text",
     )
     add_completion_arguments(parser.add_argument_group("completions"), "greedy decoding")
     add_data_parallel_argument(parser)
@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
         allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
     )
-    # Gradio makes the server of a launched page, whose usual protocol takes heads of any size and for any time. What
-    # clients send it would log as warnings.
+    # Gradio creates the server of a launched page. Its default protocol accepts heads of any size for any time, and the
+    # server would log what clients send as warnings.
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "mmvllm.server.http.connection:TimeLimitedProtocol"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             decoder.start()
             page.launch(
                 server_name=args.host,
-                server_port=args.port or None,  # None: Gradio's own range, from 7860
+                server_port=args.port or None,  # None selects Gradio's range, from 7860
                 share=args.share,
                 auth=auth,
                 prevent_thread_lock=True,
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _received_signals() -> list[int]:
-    """A list to which each SIGINT or SIGTERM is added from now on."""
+    """Return a list to which each SIGINT or SIGTERM is added from now on."""
     received: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: received.append(number))
@@ -153,7 +153,7 @@ def _received_signals() -> list[int]:
 
 
 def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
-    """The accepted logins; None accepts everyone."""
+    """Return the accepted logins; None accepts everyone."""
     lines = args.auth
     if args.auth_file is not None:
         lines = [line for line in map(str.strip, _read(args.auth_file).splitlines()) if line]
@@ -171,5 +171,5 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"--auth-file {path} cannot be read: {explained(error)}") from None
-    except UnicodeDecodeError:  # its text has bytes of the file
+    except UnicodeDecodeError:  # the exception's text has bytes of the file
         raise ValueError(f"--auth-file {path} must be UTF-8") from None

@@ -19,7 +19,7 @@ def add_engine_arguments(
 ) -> None:
     """Add an option for every field of `EngineConfig`, or for those in `only`, except those in `exclude`.
 
-    `defaults` are defaults of this command; the other options default to None, which leaves the engine's default.
+    `defaults` are this command's defaults; other options default to None, which leaves the engine's default.
     """
     descriptions = _descriptions()
     for field in _fields(only, exclude):
@@ -29,7 +29,7 @@ def add_engine_arguments(
 
 
 def engine_arguments(args: argparse.Namespace, exclude: Collection[str] = ()) -> dict[str, Any]:
-    """The engine arguments that were given, by the names of `EngineConfig`'s fields."""
+    """Return the engine arguments that the user passed, by the names of `EngineConfig`'s fields."""
     return {name: value for name, value in given_engine_args(vars(args)).items() if name not in exclude}
 
 
@@ -40,7 +40,7 @@ def _fields(only: Collection[str] | None, exclude: Collection[str]) -> Iterator[
 
 
 def _value_arguments(field: Field) -> dict[str, Any]:
-    """The arguments of `add_argument` that depend on a field's type."""
+    """Return the arguments of `add_argument` that depend on a field's type."""
     if field.type in (bool, bool | None):
         return {"action": argparse.BooleanOptionalAction}
     if field.name == "max_model_len":
@@ -62,7 +62,7 @@ def _default_text(field: Field, default: Any) -> str:
 
 
 def _descriptions() -> dict[str, str]:
-    """The text of each entry in the `Args` section of `EngineConfig`'s docstring, with fields named as options."""
+    """Return the text of each entry in `Args` of `EngineConfig`'s docstring, with fields named as options."""
     _, _, section = (inspect.getdoc(EngineConfig) or "").partition("\nArgs:\n")  # None with python -OO
     entries = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE))
     names = re.compile(rf"\b({'|'.join(name for name in entries if '_' in name)})\b")

@@ -1,6 +1,6 @@
-"""The memory that a model needs, as `mmvllm info` shows it: predicted from its config, without its weights.
+"""Predicts the memory that a model needs from its config, without its weights, for `mmvllm info`.
 
-Where several devices share a model, it is that of one of them: of the first, which has at least as much as the others.
+If several devices share a model, the prediction is for the first, which needs at least as much as the others.
 """
 
 import torch
@@ -15,14 +15,14 @@ from mmvllm.models.splitting import PlannedRank, rank_config
 from mmvllm.processes.ranks import SINGLE, Ranks
 from mmvllm.worker.memory import affordable_blocks, kv_block_bytes
 
-# What a process takes beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens
-# and the tensors of a step. 590 to 670 MiB were measured with Qwen3-VL-2B and Qwen2.5-VL-3B, images of 448x448.
+# Memory of a process beside weights and caches: the interpreter, torch, transformers, a tokenizer of 150,000 tokens and
+# the tensors of a step. 590 to 670 MiB were measured with Qwen3-VL-2B and Qwen2.5-VL-3B, images of 448x448.
 PROCESS_BYTES = 640 * 2**20
 SHOWN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Memory:
-    """The memory of one model on each of its devices, as rows of text: name -> sizes.
+    """The memory of one model on each of its devices, as rows of text by name.
 
     Raises ValueError for a number of devices that the model cannot be split over.
     """
@@ -42,7 +42,7 @@ class Memory:
         self.encoder_cache_bytes = engine_config.encoder_cache_bytes if config.vision else 0
 
     def sections(self, dtype: torch.dtype) -> dict[str, dict[str, str]]:
-        """All rows by their titles, for an engine that would run in this dtype."""
+        """Return all rows by the titles of sections, for an engine that runs in this dtype."""
         size, needed = self.ranks.size, f"memory needed on {self.device.type}"
         if size == 1:
             return {"memory": self.rows(dtype), f"{needed}, by dtype": self.by_dtype()}
@@ -53,7 +53,7 @@ class Memory:
         }
 
     def rows(self, dtype: torch.dtype) -> dict[str, str]:
-        """What the engine would use, at the dtype that it would run in."""
+        """Return the memory that the engine would use in its dtype."""
         num_blocks, block_bytes = self._num_blocks(dtype), self._block_bytes(dtype)
         note = "" if self.device.type == "cpu" else " at most; the engine measures the exact number when it starts"
         size = f"{num_blocks * block_bytes / 2**20:.1f} MiB"
@@ -66,19 +66,19 @@ class Memory:
         }
 
     def _copied(self, dtype: torch.dtype) -> str:
-        """What every device has whole."""
+        """Return the size of the ViT, which every device has whole."""
         if self.ranks.size == 1 or self.config.vision is None:
             return ""
         return f", {weight_bytes(self._model(dtype).visual, dtype) / 2**20:.1f} MiB of them the ViT"
 
     def by_dtype(self) -> dict[str, str]:
-        """What a process needs with full caches; on a GPU without the KV cache, which takes what is left."""
+        """Return the memory of a process with full caches; on a GPU without the KV cache, which takes the rest."""
         rows = {name: self._needed(torch_dtype(name)) for name in SHOWN_DTYPES}
         kinds = ("int8", "int4") if self.device.type == "cpu" else ("fp8", "int4")
         return rows | {kind: self._needed(torch.bfloat16, kind) for kind in kinds}
 
     def _needed(self, dtype: torch.dtype, quantization: str | None = None) -> str:
-        """The sum, or why this kind of quantization is not supported."""
+        """Return the sum, or why this quantization is not supported."""
         try:
             model = self._model(dtype, quantization)
         except ValueError as error:
@@ -115,7 +115,7 @@ class Memory:
 
 
 def slices(config: ModelConfig, size: int) -> dict[str, str]:
-    """What each of several devices has of the weights: name -> part."""
+    """Return the part of the weights that each of several devices has, by name."""
     own, experts, K = rank_config(config, size), config.experts, config.num_key_value_heads
     copies = f", each on {size // K} devices" if size > K else ""
     rows = {
@@ -135,7 +135,7 @@ def _part_text(whole: int, size: int) -> str:
 
 
 def without_weights(config: ModelConfig, attention: type[AttentionBackend], ranks: Ranks = SINGLE) -> Model:
-    """What the rank would have of a model, on the meta device."""
+    """Build the rank's part of a model on the meta device."""
     with torch.device("meta"):
         model = family_of(config.architecture).build(config, attention, ranks=ranks)
     model.tie_head()

@@ -1,4 +1,4 @@
-"""The `mmvllm` command. Heavy modules are imported by the subcommands only, so that `--help` is fast."""
+"""The `mmvllm` command; only subcommands import heavy modules, because `--help` must be fast."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Options of the media policy: where media may be fetched from, how large they may be, and how slow to decode."""
+"""Options of the media policy: the sources of media, their maximum sizes, and the timeouts of decoding."""
 
 import argparse
 from pathlib import Path
@@ -71,8 +71,7 @@ def add_image_arguments(parser: argparse._ArgumentGroup) -> None:
         type=seconds,
         default=default.image_timeout,
         metavar="S",
-        help="seconds in which an image must be decoded, in a worker process that is ended otherwise "
-        "(default: %(default)g)",
+        help="seconds for decoding an image in a worker process, which is ended after that (default: %(default)g)",
     )
 
 
@@ -98,7 +97,7 @@ def add_video_arguments(parser: argparse._ArgumentGroup) -> None:
         type=at_least_one,
         default=default.max_video_pixels,
         metavar="N",
-        help="maximum number of pixels of the frames that are taken of a video, before they are resized "
+        help="maximum number of pixels of all sampled frames of a video, before they are resized "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -106,13 +105,13 @@ def add_video_arguments(parser: argparse._ArgumentGroup) -> None:
         type=seconds,
         default=default.video_timeout,
         metavar="S",
-        help="seconds in which the frames of a video must be decoded, in a worker process that is ended otherwise "
+        help="seconds for decoding the frames of a video in a worker process, which is ended after that "
         "(default: %(default)g)",
     )
 
 
 def media_policy(args: argparse.Namespace) -> MediaPolicy:
-    """The policy that the added options describe; raises ValueError that names an option with an invalid value."""
+    """Return the policy for the parsed options; raise ValueError that names an option with an invalid value."""
     try:
         return MediaPolicy(**{name: getattr(args, dest) for name, dest in DESTS.items() if hasattr(args, dest)})
     except ArgumentError as error:

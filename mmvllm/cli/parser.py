@@ -11,8 +11,8 @@ from mmvllm.utils.text import suggestion
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command and, because subparsers have the class of their parent, of its subcommands.
 
-    Options are not abbreviated: the beginning of one may be the name of another one elsewhere. `hints` say what to do
-    in place of options that there are not, and of values ("--option value").
+    Options cannot be abbreviated, because an abbreviation may be another command's option. `hints` say what to use
+    instead of unsupported options and values ("--option value").
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -22,7 +22,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        # Before argparse looks for what is missing, which may be the value of the mistyped option.
+        # Before argparse reports a missing argument, which may be the value of the mistyped option.
         args = sys.argv[1:] if args is None else args
         for option in self._unknown_options(args):
             hint = f"; {self.hints[option]}" if option in self.hints else suggestion(option, self._known_options)
@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
     def _unknown_options(self, args: Sequence[str]) -> list[str]:
-        """The words that look like an option and are none of this parser."""
+        """Return the words that look like an option and are unknown to this parser."""
         options = []
         for word in args:
             if word == "--" or (self._subparsers is not None and not word.startswith("-")):

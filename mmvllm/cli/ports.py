@@ -5,14 +5,14 @@ import socket
 
 
 def port(text: str) -> int:
-    """An argparse type."""
+    """Parse a port number, as an argparse type."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, which refuses connections until the server listens; raises OSError if binding fails."""
+    """Return a bound socket, which refuses connections until the server listens; raise OSError if binding fails."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)

@@ -20,8 +20,8 @@ BAR_SECONDS, LOG_SECONDS = 0.25, 10.0
 class Display:
     """Shows a job's counters from a thread, until the end of the `with` statement.
 
-    The images and videos are counted in a second thread; the total is shown once that is finished, and grows where a
-    video has several clips.
+    A second thread counts the images and videos. The total is shown when it has finished, and grows if a video has
+    several clips.
     """
 
     def __init__(self, mode: str, job: "CaptionRun"):

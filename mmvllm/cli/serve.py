@@ -69,7 +69,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         metavar="NAME",
-        help="model name in requests; several for clients that require a certain name (default: as --model)",
+        help="model name in requests; several for clients that require a certain name (default: the value of --model)",
     )
     group.add_argument(
         "--api-key",
@@ -133,7 +133,7 @@ def _add_observability(group: argparse._ArgumentGroup) -> None:
         "--metrics-names",
         choices=("mmvllm", "vllm"),
         default=DEFAULTS.metrics_names,
-        help="vllm: serve the metrics by the names that they have in vLLM as well, for its dashboards and autoscalers "
+        help="vllm: also serve the metrics under vLLM's names, for its dashboards and autoscalers "
         "(default: %(default)s)",
     )
     group.add_argument(
@@ -173,7 +173,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--scheduling-policy",
         choices=("fcfs", "priority"),
         default=DEFAULTS.scheduling_policy,
-        help="priority: requests may have a priority, of which lower numbers run first; any client can then overtake "
+        help="priority: requests may have a priority, and lower numbers run first; any client can then overtake "
         "all others (default: %(default)s, first come, first served)",
     )
     add_release_argument(group)
@@ -202,8 +202,8 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         "--max-body-bytes",
         type=at_least_one,
         metavar="N",
-        help="maximum size of a request body (default: 33554432; and if the checkpoint takes videos, what a video of "
-        "--max-video-bytes takes as a data: URI)",
+        help="maximum size of a request body (default: 33554432, plus the size of a video of --max-video-bytes as a "
+        "data: URI if the checkpoint takes videos)",
     )
     group.add_argument(
         "--body-timeout",
@@ -304,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_swallowed(args: argparse.Namespace) -> None:
-    """Raise ValueError for a model that an option with several values before it has taken for one of them."""
+    """Raise ValueError if an option with several values has taken the model that follows it as one of them."""
     for option, values in (("--api-key", args.api_key), ("--served-model-name", args.served_model_name)):
         last = values[-1] if len(values) > 1 else ""
         if args.model is None and (os.path.isdir(last) or re.fullmatch(r"[\w.-]+/[\w.-]+", last)):
@@ -348,7 +348,7 @@ def _settings(
 
 
 def _lora_modules(args: argparse.Namespace) -> dict[str, str]:
-    """Folders by names."""
+    """Return the folders of adapters by name."""
     option = "--lora-modules" if args.lora_modules else "--allow-lora-updating" if args.allow_lora_updating else None
     if option is not None and not args.enable_lora:
         raise ValueError(f"{option} needs --enable-lora")
@@ -362,7 +362,7 @@ def _lora_modules(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _lora_module(given: str) -> tuple[str, str]:
-    """The name and the folder of an adapter, as NAME=DIR or as the object that vLLM takes as well."""
+    """Return the name and the folder of an adapter, from NAME=DIR or from the JSON object that vLLM takes as well."""
     if given.startswith("{"):
         try:
             record = parse_json(given)

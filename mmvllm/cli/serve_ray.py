@@ -14,7 +14,7 @@ from mmvllm.server.ray.options import RayServeOptions
 from mmvllm.server.settings import ServerSettings
 
 NUMBERS = ("num_replicas", "min_replicas", "max_replicas", "cpus_per_replica")
-NEEDED = ("ray", "grpc", "aiohttp")  # of the extra
+NEEDED = ("ray", "grpc", "aiohttp")  # packages of the extra
 
 
 def add_ray_arguments(group: argparse._ArgumentGroup) -> None:
@@ -33,25 +33,24 @@ def add_ray_arguments(group: argparse._ArgumentGroup) -> None:
         "--min-replicas",
         type=at_least_one,
         metavar="N",
-        help="the least number of replicas; with --max-replicas, instead of --num-replicas (default: 1)",
+        help="minimum number of replicas; with --max-replicas, instead of --num-replicas (default: 1)",
     )
     group.add_argument(
         "--max-replicas",
         type=at_least_one,
         metavar="N",
-        help="the greatest number of replicas, which Ray adds when more than --max-num-seqs requests are in flight on "
-        "each",
+        help="maximum number of replicas, which Ray adds when more than --max-num-seqs requests are in flight on each",
     )
     group.add_argument("--cpus-per-replica", type=at_least_one, metavar="N", help="CPU cores per replica (default: 1)")
     group.add_argument(
         "--session-affinity",
         action="store_true",
-        help="requests with the same header x-session-id reach the same replica, which has their prefix in its cache",
+        help="route requests with the same header x-session-id to the same replica, whose cache has their prefix",
     )
 
 
 def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
-    """The options of a deployment on Ray, or None for a server in this process; raises ValueError."""
+    """Return the options of a deployment on Ray, or None for a server in this process; raise ValueError."""
     given = {name: getattr(args, name) for name in ("address", *NUMBERS) if getattr(args, name) is not None}
     if args.session_affinity:
         given["session_affinity"] = True
@@ -113,7 +112,7 @@ def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: Ser
 
 
 def _port(args: argparse.Namespace, options: RayServeOptions) -> int:
-    """The port, which must be free on this machine if Ray is started here; 0 chooses one."""
+    """Return the port, which must be free on this machine if Ray is started here; 0 chooses one."""
     if options.address == "local":
         with listen(args.host, args.port) as listener:
             return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Options of vLLM's server in commands that people paste: those that change nothing, and what to write for others."""
+"""Options of vLLM's server in pasted commands: accepted if they change nothing, otherwise refused with a hint."""
 
 import argparse
 import sys
@@ -9,12 +9,12 @@ from mmvllm.cli.common import at_least_one
 from mmvllm.cli.parser import CommandParser
 from mmvllm.config import CHECKPOINT_QUANTIZATION
 
-# By the number of their values, or with the one value that is accepted: they ask for what this server does anyway.
+# Options that request what this server does anyway, with the number of their values, or the one value that is accepted.
 _UNUSED: dict[str, int | Sequence[str]] = {
     "--trust-remote-code": 0,  # no code of a checkpoint is run
     "--enable-auto-tool-choice": 0,
     "--tool-call-parser": 1,
-    "--chat-template-content-format": 1,  # is found out from the template
+    "--chat-template-content-format": 1,  # is derived from the template
     "--enable-chunked-prefill": 0,
     "--disable-log-requests": 0,
     "--no-enable-log-requests": 0,
@@ -23,13 +23,13 @@ _UNUSED: dict[str, int | Sequence[str]] = {
     "--disable-fastapi-docs": 0,
     "--enable-prompt-tokens-details": 0,
     "--enable-server-load-tracking": 0,
-    "--swap-space": 1,  # preempted sequences are computed again
+    "--swap-space": 1,  # preempted sequences are recomputed
     "--pipeline-parallel-size": ("1",),
     "-pp": ("1",),
     "--enable-sleep-mode": 0,
     "--exclude-tools-when-tool-choice-none": 0,
     "--tokenizer-mode": ("auto",),
-    "--max-logprobs": 1,  # is 20; a request for more is refused
+    "--max-logprobs": 1,  # is always 20; a request for more is refused
     "--disable-custom-all-reduce": 0,
     "--cpu-offload-gb": ("0",),
     "--guided-decoding-backend": 1,  # as a field of requests
@@ -63,7 +63,7 @@ _INSTEAD = {
 
 
 def add_vllm_options(parser: argparse.ArgumentParser) -> None:
-    """Accept the options that change nothing, and explain the others; the tables of options do not show them."""
+    """Accept the options that change nothing, and explain the others; the tables of options omit them."""
     for option, values in _UNUSED.items():
         keys = {"nargs": values} if isinstance(values, int) else {"choices": values}
         parser.add_argument(option, action=_Unused, dest="unused", help=argparse.SUPPRESS, **keys)
@@ -74,7 +74,7 @@ def add_vllm_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_unused_options(args: argparse.Namespace) -> None:
-    """Print the options that were given and have no effect to standard error."""
+    """Print the user's options that have no effect to standard error."""
     if args.unused:
         print(f"mmvllm {args.command}: options without effect: {', '.join(args.unused)}", file=sys.stderr)
 

@@ -1,7 +1,7 @@
-"""The files of gradio's page, compressed once. Pure ASGI.
+"""Compresses each static file of gradio's page once and caches it (pure ASGI).
 
-Gradio's middleware compresses every response in the event loop: tens of milliseconds per MB, and seconds for a text of
-random letters. It does not touch a response that has an encoding.
+Gradio's middleware compresses every response in the event loop, which takes tens of milliseconds per MB, and seconds
+for a text of random letters. It skips responses that already have a content encoding.
 """
 
 import asyncio
@@ -11,19 +11,19 @@ import re
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Paths of gradio's files. Each file has one path that matches, so it is kept once.
+# Paths of gradio's static files. Exactly one path of each file matches, so it is cached once.
 _FILES = re.compile(r".*/(?:assets|static)(?:/\w[\w.-]*)+\.(?:js|css|svg|json)", re.ASCII)
-MAX_BYTES = 64 * 1024 * 1024  # compressed, of all files; gradio 6 has 6 MB of them
-LEVEL = 6  # of gzip: 9 takes longer for a percent
+MAX_BYTES = 64 * 1024 * 1024  # compressed size of all cached files; gradio 6 has 6 MB
+LEVEL = 6  # of gzip; level 9 takes longer and saves one percent
 
 
 def is_file(path: str) -> bool:
-    """Whether this is the path of such a file."""
+    """Return whether this is the path of one of gradio's static files."""
     return _FILES.fullmatch(path) is not None
 
 
 def as_it_is(send: Send) -> Send:
-    """Send responses without an encoding as those that are not to be compressed."""
+    """Mark responses without a content encoding as "identity", which exempts them from compression."""
 
     async def send_marked(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -34,7 +34,7 @@ def as_it_is(send: Send) -> Send:
 
 
 class CompressedFiles:
-    """Has an application make each file once, and sends it compressed to clients that accept that."""
+    """Requests each file from the application once, and sends it compressed to clients that accept gzip."""
 
     def __init__(self) -> None:
         self._made: dict[str, list[Message]] = {}
@@ -42,15 +42,15 @@ class CompressedFiles:
         self._lock = asyncio.Lock()
 
     async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to a request for a file."""
+        """Respond to a request for a static file."""
         headers = Headers(scope=scope)
         if scope["method"] != "GET" or "range" in headers or "gzip" not in headers.get("accept-encoding", ""):
             return await app(scope, receive, send)
         if (made := self._made.get(scope["path"])) is None:
-            async with self._lock:  # others that want the same file find it then
+            async with self._lock:  # concurrent requests for the file wait, then find it cached
                 made = self._made.get(scope["path"]) or await self._make(app, scope, receive)
         start, *body = made
-        await send({**start, "headers": list(start["headers"])})  # to which other middleware adds its own
+        await send({**start, "headers": list(start["headers"])})  # a copy: other middleware adds headers
         for message in body:
             await send(message)
 
@@ -68,7 +68,7 @@ class CompressedFiles:
         body = await asyncio.to_thread(gzip.compress, whole, LEVEL)
         headers = MutableHeaders(raw=start["headers"])
         headers["content-encoding"], headers["content-length"] = "gzip", str(len(body))
-        # The tag names the bytes before compression; a weak one says so. Ranges of the two differ.
+        # The ETag identifies the uncompressed bytes, so it becomes weak. Byte ranges would not match them either.
         if "etag" in headers:
             headers["etag"] = f"W/{headers['etag'].removeprefix('W/')}"
         del headers["accept-ranges"]

@@ -1,4 +1,4 @@
-"""Checks of requests to the page: who sends them, and whether gradio can handle them."""
+"""Checks who sends a request to the page, and whether gradio can handle it."""
 
 import re
 
@@ -10,23 +10,23 @@ from starlette.types import Scope
 
 from mmvllm.demo.uploads import MAX_PATH_LENGTH
 
-MAX_NAME_LENGTH = 255  # bytes that file systems accept
-MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # of JSON, outside strings; the page's largest events have half as many
-# To read and to write a number takes a time quadratic in its digits; the largest float has 309 of them.
+MAX_NAME_LENGTH = 255  # bytes of a file name that file systems accept
+MAX_BRACKETS, MAX_COMMAS = 5000, 25_000  # in JSON outside strings; the page's largest events have half as many
+# Parsing and formatting a number take time quadratic in its digits; the largest float has 309 digits.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{400}")
-# To the end where a string is not closed, so that each is looked at once.
+# An unclosed string extends to the end, so each byte is scanned once.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _HOST = re.compile(r"(?:[0-9A-Za-z._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-_RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio responds to others, such as several, with 500
+_RANGE = re.compile(r"bytes=[0-9]{0,15}-[0-9]{0,15}")  # gradio answers others, such as lists of ranges, with 500
 _CONTROL = re.compile(r"[\0-\x1f\x7f]")
 _SERVER = re.compile(r"https?://([^/]*)/?")
 
 
 def is_foreign(method: str, headers: Headers, is_page: bool = False) -> bool:
-    """Whether a browser sends the request for another page; `is_page` says that a link may lead to what it asks for.
+    """Return whether a browser sends the request on behalf of another site.
 
-    Browsers say it in `Sec-Fetch-Site`, through proxies too, if the page has been reached securely; otherwise they name
-    the other page in `Origin` where it can read the response or sends data. A link to the page may be on any other.
+    Browsers report this in `Sec-Fetch-Site`, also through proxies, if they reached the page securely. Otherwise they
+    name the other site in `Origin` if it can read the response or sends data. With `is_page`, any site may link here.
     """
     if (site := headers.get("sec-fetch-site")) is None:
         origin = headers.get("origin")
@@ -36,7 +36,7 @@ def is_foreign(method: str, headers: Headers, is_page: bool = False) -> bool:
 
 
 def is_logged_in(scope: Scope) -> bool:
-    """Whether the sender has given a login that gradio's app demands, if it demands one."""
+    """Return whether the sender is logged in, or gradio's app requires no login."""
     app = scope.get("app")
     if getattr(app, "auth", None) is None:
         return True
@@ -46,8 +46,8 @@ def is_logged_in(scope: Scope) -> bool:
 
 
 def is_simple(body: bytes | bytearray) -> bool:
-    """Whether JSON has so few lists, objects and items, and such short numbers, that parsing it takes little time."""
-    if b"\0" in body:  # of UTF-16, whose bytes mean something else
+    """Return whether JSON parses quickly: it has few lists, objects and items, and no long numbers."""
+    if b"\0" in body:  # UTF-16, whose bytes have other meanings
         return False
     rest = _STRINGS.sub(b"", body)
     num_brackets = rest.count(b"[") + rest.count(b"{")
@@ -55,9 +55,9 @@ def is_simple(body: bytes | bytearray) -> bool:
 
 
 def is_unusable(path: str) -> bool:
-    """Whether gradio would respond to a path with 500: the file system would refuse it, or it has control characters.
+    """Return whether gradio would answer a path with 500: the file system refuses it, or it has control characters.
 
-    A route also matches its path with a line feed at the end.
+    Routes also match their path with a trailing line feed.
     """
     if _CONTROL.search(path):
         return True
@@ -66,28 +66,28 @@ def is_unusable(path: str) -> bool:
 
 
 def has_charset(scope: Scope) -> bool:
-    """Whether a multipart form names a charset, with which gradio would decode a login, and may then fail."""
+    """Return whether a multipart form names a charset; gradio would decode a login with it and may fail."""
     kind, options = parse_options_header(Headers(scope=scope).get("content-type", ""))
     return kind == b"multipart/form-data" and b"charset" in options
 
 
 def has_body(headers: Headers) -> bool:
-    """Whether a body follows the headers of a request."""
+    """Return whether the request has a body."""
     return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def content_length(scope: Scope) -> int | None:
-    """The size of the body in bytes; None if it is not given in advance."""
+    """Return the size of the body in bytes; None if the headers do not announce it."""
     headers = dict(scope["headers"])
     length = headers.get(b"content-length", b"")
     return int(length) if length.isdigit() and b"transfer-encoding" not in headers else None
 
 
 def clean_headers(scope: Scope) -> None:
-    """Remove headers that gradio would fail with; instead of a range a server may respond with the whole file.
+    """Remove headers on which gradio would fail; without its range, a request gets the whole file.
 
-    To a range with an end, gradio responds with all headers of the request, the login included; the unit is written so
-    that Starlette responds.
+    To a range that has an end, gradio responds with all request headers, the login included. Written with the unit
+    "Bytes", ranges are left to Starlette.
     """
     headers = MutableHeaders(scope=scope)
     if (given := headers.get("range")) is not None:
@@ -102,7 +102,7 @@ def clean_headers(scope: Scope) -> None:
 
 
 def is_host(value: str) -> bool:
-    """Whether gradio can make a URL of a host, perhaps with a port."""
+    """Return whether gradio can build a URL from a host, which may include a port."""
     if not _HOST.fullmatch(value):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Conversations, and their conversion to engine requests and to chat messages of the page."""
+"""Conversations of the page, and their conversion to engine requests and to gradio's chat messages."""
 
 import html
 import re
@@ -24,7 +24,7 @@ _MERMAID = re.compile("mermaid", re.IGNORECASE)
 class Turn:
     """A question with its media, and the answer generated so far; `note` is shown in small print below it.
 
-    `boxes` are drawn over the images that they are in, by the names of their files.
+    `boxes` maps the path of an image file to the boxes and points that are drawn over the image.
     """
 
     question: str
@@ -53,7 +53,7 @@ class Options:
     def pixel_bounds(self) -> tuple[int, int]:
         """The smallest and the largest number of pixels of a resized image.
 
-        Raises ValueError for values that the page's controls do not give.
+        Raises ValueError for values that the page's controls do not allow.
         """
         check_numbers({"min_pixels": self.min_pixels, "max_pixels": self.max_pixels})
         return self.min_pixels, self.max_pixels
@@ -63,7 +63,7 @@ class Options:
         return ClipOptions(self.fps, self.min_pixels, self.max_pixels)
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """The values of the controls, and `defaults` for parameters that have none.
+        """Return the values of the controls, and `defaults` for parameters without a control.
 
         Raises ValueError for values that the page's controls do not allow.
         """
@@ -73,7 +73,7 @@ class Options:
 
 
 def to_request(turns: Sequence[Turn], options: Options, clips: ClipRules | None = None) -> dict:
-    """The engine's request for an answer to the last turn; `clips` is needed if there are videos.
+    """Return the engine's request for an answer to the last turn; `clips` is required if there are videos.
 
     A turn that was stopped before its first token is left out, and its media are added to the next question.
     Raises ValueError if the system prompt is not a string.
@@ -100,12 +100,12 @@ def _part(one: Uploaded, options: Options, clips: ClipRules | None) -> dict:
 
 
 def media_in(turns: Sequence[Turn]) -> list[Uploaded]:
-    """The images and videos in the request for the last turn, in its order."""
+    """Return the images and videos of the request for the last turn, in order."""
     return [one for turn in turns for one in turn.media]
 
 
 def to_chat(turns: Sequence[Turn]) -> list[dict]:
-    """Messages for gradio's Chatbot: the images and videos, the question, and the answer with its note."""
+    """Return messages for gradio's Chatbot: the images and videos, the question, and the answer with its note."""
     messages = []
     for turn in turns:
         note = f'<span class="note">{html.escape(turn.note)}</span>'
@@ -116,17 +116,17 @@ def to_chat(turns: Sequence[Turn]) -> list[dict]:
 
 
 def without_tags(answer: str) -> str:
-    """Markdown in which HTML tags and images are shown as text, since an image can make a model write anything.
+    """Make Markdown show HTML tags and images as text, since an input image can make a model write anything.
 
-    A zero-width space after `<` and `!` prevents them, in code too: an HTML entity would be shown literally there, and
-    what is code is for a parser of Markdown to say. Diagrams are shown as their code.
+    A zero-width space after `<` and `!` disables them, also in code blocks: an HTML entity would be shown literally
+    there, and only a Markdown parser can tell where code begins. Mermaid diagrams are shown as source code.
     """
     answer = re.sub(r"(?:```|~~~)[^\n]*", lambda line: _MERMAID.sub("text", line[0]), answer)
     return re.sub(r"<(?=[a-zA-Z/!?])|!(?=\[)", "\\g<0>\u200b", answer)
 
 
 def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> dict[str, list[Box | Point]]:
-    """The boxes of an answer by the names of the files of the images that it is about."""
+    """Group the boxes of an answer by the path of the image file that they refer to."""
     files = [str(one.path) for one in media if isinstance(one, UploadedImage)]
     found: dict[str, list[Box | Point]] = {}
     for box in boxes:
@@ -135,7 +135,7 @@ def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> di
 
 
 def turn_at(turns: Sequence[Turn], message: int) -> int:
-    """The index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
+    """Return the index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
     owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.media) + 2)]
     if not 0 <= message < len(owners):
         raise ValueError("this conversation is no longer here; start over")
@@ -147,14 +147,14 @@ def _text(text: str) -> dict:
 
 
 class TokenCounts(NamedTuple):
-    """The tokens of each image and of each video of a request."""
+    """The number of tokens of each image and each video of a request."""
 
     images: Sequence[int] = ()
     videos: Sequence[int] = ()
 
     @property
     def note(self) -> str:
-        """Each number, and their sums."""
+        """Text with the token counts and their sums."""
         given = (("picture", self.images), ("video", self.videos))
         return " and ".join(f"{_sum(tokens)} {name} tokens" for name, tokens in given if tokens)
 
@@ -165,8 +165,8 @@ def _sum(tokens: Sequence[int]) -> str:
 
 
 def answer_note(output: RequestOutput, counts: TokenCounts) -> str:
-    """The statistics of an answer: time to first token, tokens per second, cached prompt tokens, tokens of media."""
-    ends = {"length": "cut at the longest answer", "repetition": "stopped in a repetition", "aborted": "stopped"}
+    """Return the statistics of an answer: time to first token, tokens per second, cached and media tokens."""
+    ends = {"length": "cut off at the maximum length", "repetition": "stopped in a repetition", "aborted": "stopped"}
     parts = [ends[output.finish_reason]] if output.finish_reason in ends else []
     if output.first_token_time is not None:
         parts.append(f"first token after {output.first_token_time - output.arrival_time:.2f} s")
@@ -177,12 +177,12 @@ def answer_note(output: RequestOutput, counts: TokenCounts) -> str:
 
 
 def _rate(num_tokens: int, seconds: float) -> list[str]:
-    """The rate of the tokens after the first; empty if there are none."""
+    """Return the rate of the tokens after the first; empty if there are none."""
     return [f"{(num_tokens - 1) / seconds:.0f} tokens/s"] if num_tokens > 1 and seconds > 0 else []
 
 
 def queue_note(position: int | None) -> str:
-    """The text that is shown until the first token."""
+    """Return the text that is shown until the first token arrives."""
     if not position:
         return "Looking …"
     return "Waiting, next in line" if position == 1 else f"Waiting, {position - 1} ahead of you"

@@ -1,4 +1,4 @@
-"""Reads events of the page. Their content is untrusted; all functions raise ValueError if it is malformed."""
+"""Parses events of the page. Their content is untrusted; all functions raise ValueError if it is malformed."""
 
 from typing import Any, NamedTuple
 
@@ -6,27 +6,27 @@ import gradio as gr
 
 from mmvllm.utils.text import parse_json
 
-MAX_CHARACTERS = 2**18  # of a conversation, before its next answer; it has to fit into an event of the page
-MAX_FILES = 200  # and of a conversation: each is written into every update of the page
+MAX_CHARACTERS = 2**18  # of a conversation before its next answer; it must fit into one event of the page
+MAX_FILES = 200  # of a conversation; every update of the page lists all of them
 RELOAD = "the page sent something that cannot be read; reload it"
 
 
 def read_draft(draft: Any) -> tuple[str, list[str]]:
-    """The text and the image paths in the message box."""
+    """Return the text and the file paths in the message box."""
     if not isinstance(draft, dict) or not isinstance(draft.get("text"), str):
         raise ValueError(RELOAD)
     return _short(draft["text"]), read_files(draft.get("files"))
 
 
 def read_files(files: Any) -> list[str]:
-    """The paths of uploaded files."""
+    """Return the paths of uploaded files."""
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
         raise ValueError(RELOAD)
     return _strings([file.get("path") for file in files])
 
 
 def read_paths(text: Any) -> list[str]:
-    """The paths in a JSON list."""
+    """Return the paths in a JSON list."""
     try:
         return _strings(parse_json(text))
     except (TypeError, ValueError):
@@ -34,7 +34,7 @@ def read_paths(text: Any) -> list[str]:
 
 
 def read_index(event: gr.EventData) -> int:
-    """The index of the message or example that an event refers to."""
+    """Return the index of the message or example that an event refers to."""
     index = _field(event, "index")
     if not isinstance(index, int):
         raise ValueError(RELOAD)
@@ -42,7 +42,7 @@ def read_index(event: gr.EventData) -> int:
 
 
 def read_text(event: gr.EventData) -> str:
-    """The new text of an edited question."""
+    """Return the new text of an edited question."""
     return _short(_strings([_field(event, "value")])[0])
 
 
@@ -53,9 +53,9 @@ def _short(question: str) -> str:
 
 
 class KeptEvent(NamedTuple):
-    """Turns that the browser has kept.
+    """A conversation that the browser has kept and sends back.
 
-    `is_final`: they are all there is; `has_copies`: of images there are small copies; `has_lost`: videos are gone.
+    `is_final`: no further files will come; `has_copies`: some images are small copies; `has_lost`: videos are lost.
     """
 
     turns: Any

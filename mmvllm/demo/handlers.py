@@ -1,7 +1,7 @@
 """Handlers of the page's events.
 
-Every handler that changes the conversation returns a `View`, the new content of the page. It is built from the server's
-state only; from the page, only texts, numbers and names of uploaded files are used.
+Every handler that changes the conversation returns a `View`, the new content of the page. Views are built from the
+server's state. Handlers use only texts, numbers and names of uploaded files from the page.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_QUESTION, VIDEO_QUESTION = "Describe this image.", "Describe this video."
 
-KEEP_SECONDS = 1.0  # interval at which the browser is given an answer that is still being written
+KEEP_SECONDS = 1.0  # interval at which the browser gets the record of an unfinished answer
 
 MAX_UNREAD_UPDATES = 2
 
@@ -58,7 +58,7 @@ class Handlers:
         self.retry, self.edit = self._asking(self._same), self._asking(self._edited)
 
     async def undo(self, request: gr.Request, event: gr.EventData) -> View:
-        """Remove a turn and the ones after it, and put its question back into the message box."""
+        """Remove a turn and all later turns, and put its question back into the message box."""
         session = self._session(request)
         try:
             turn = await self._take_back(session, read_index(event))
@@ -75,9 +75,9 @@ class Handlers:
         return self._view(session, WAITING_BOX)
 
     async def restore(self, request: gr.Request, event: gr.EventData) -> View:
-        """Replace the conversation by one that the browser has kept, or ask the browser for files that are gone."""
+        """Replace the conversation with one that the browser has kept, or ask the browser for missing files."""
         await self.sessions.stop(self._session(request))
-        session = self._session(request)  # again: files of one that was removed meanwhile would never be released
+        session = self._session(request)  # again: a session removed meanwhile would never release its files
         try:
             given = read_kept(event)
             kept = read_turns(given.turns, self.settings.max_files)
@@ -96,7 +96,7 @@ class Handlers:
         return self._view(session, WAITING_BOX)
 
     def _claim_kept(self, session: Session, kept: list[KeptTurn]) -> dict[str, Path]:
-        """The files of kept turns that are still here, which the session claims."""
+        """Claim the files of kept turns that still exist for the session; return them by path."""
         claimed = {}
         for path in {path for turn in kept for path in turn.media}:
             with suppress(ValueError):
@@ -123,7 +123,7 @@ class Handlers:
         try:
             text, paths = read_draft(draft)
             paths += read_files([photo])
-            session = self._session(request)  # gradio would copy other files into the folder that it serves
+            session = self._session(request)  # `claim` refuses other files: gradio would copy and serve them
             session.draft = [self.uploads.claim(session.id, path) for path in paths]
         except ValueError as error:
             warn(error)
@@ -131,9 +131,9 @@ class Handlers:
         return None, gr.update(value={"text": text, "files": paths})
 
     async def count(self, request: gr.Request, paths: str, *values: Any) -> Any:
-        """What the current question's files cost, or the error in them.
+        """Return how many tokens the current question's files take, or the error in them.
 
-        Events of several controls overlap: each takes the place of the one before.
+        Events of several controls may overlap: each cancels the previous one.
         """
         session = self._session(request)
         older, session.counting = session.counting, asyncio.create_task(self._cost(session, paths, Options(*values)))
@@ -177,7 +177,7 @@ class Handlers:
         return self.session_of(request.session_hash)
 
     def session_of(self, session_id: str) -> Session:
-        """The session, which begins here if there is none yet; raises gradio's error if there are too many."""
+        """Return the session, creating it if necessary; raises gr.Error if there are too many."""
         try:
             return self.sessions.get(session_id)
         except ValueError as error:
@@ -186,7 +186,7 @@ class Handlers:
     def _asking(
         self, find: Callable[[Session, Any, dict, Options], Awaitable[Turn]]
     ) -> Callable[..., AsyncGenerator[View, None]]:
-        """A handler that asks the question that `find` derives from an event and the message box."""
+        """Create a handler that asks the question which `find` derives from an event and the message box."""
 
         async def handler(request: gr.Request, event: gr.EventData, draft: dict, *values: Any):
             session = self._session(request)
@@ -236,7 +236,7 @@ class Handlers:
         return [await self.sessions.read(session, file, options.of_clips) for file in files]
 
     def _check_number(self, paths: list[str]) -> None:
-        """Raise ValueError for more images or videos than go into a question."""
+        """Raise ValueError if there are too many images or videos for one question."""
         num_videos = sum(is_video(Path(path)) for path in paths)
         for number, limit, noun in (
             (len(paths) - num_videos, self.settings.max_images, "picture"),
@@ -246,7 +246,7 @@ class Handlers:
                 raise ValueError(f"{counted(number, noun)}; at most {limit} go into one question")
 
     async def _take_back(self, session: Session, message: int) -> Turn:
-        """Remove all turns from that of a chat message on and return it; raises ValueError if there is none."""
+        """Remove a chat message's turn and all later turns; return it, or raise ValueError if it does not exist."""
         await self.sessions.stop(session)
         index = turn_at(session.turns, message)
         turn = session.turns[index]
@@ -265,7 +265,7 @@ class Handlers:
                 kept_at = 0.0
                 async for _ in ticks:
                     if self.sessions.num_unread_updates(session.id) >= MAX_UNREAD_UPDATES:
-                        continue  # gradio would keep each of them; a later one has the whole answer
+                        continue  # gradio would keep every update; a later one has the whole answer
                     is_due = time.monotonic() >= kept_at + KEEP_SECONDS
                     record = to_record(session.turns) if is_due else UNCHANGED
                     kept_at = time.monotonic() if is_due else kept_at
@@ -280,14 +280,14 @@ class Handlers:
             yield self._view(session, box)
 
     def _view(self, session: Session, box: Any) -> View:
-        # Paths, since gradio would write a file into the result whose path is a string that ends with .svg.
+        # `Path` objects: gradio embeds the content of a file whose path is a string that ends with .svg.
         gallery = [(one.path, caption) for one, caption in session.gallery]
         record = to_record(session.turns)
         return to_chat(session.turns), box, gallery, gr.update(visible=bool(gallery)), record
 
 
 def _back_in_box(session: Session, turn: Turn) -> dict:
-    """Put a question back into the message box; its files are kept as the draft's."""
+    """Return an update that puts a question back into the message box; its files become the draft's files."""
     session.draft = [one.path for one in turn.media]
     files = [str(path) for path in session.draft]
     return gr.update(value={"text": turn.question, "files": files}, submit_btn=True, stop_btn=False)

@@ -1,4 +1,4 @@
-"""Uploaded images, and their number of tokens."""
+"""Uploaded images and their token counts."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class UploadError(RequestError):
-    """An uploaded file that cannot be used; `reason` names it and is shown to the visitor."""
+    """Raised for an uploaded file that cannot be used; `reason` names the file and is shown to the visitor."""
 
 
 def decoded(path: Path, decode: Callable[[bytes], T]) -> T:
-    """What `decode` makes of the bytes of a file; raises UploadError."""
+    """Apply `decode` to the content of a file; raises UploadError if it cannot be read or decoded."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -33,7 +33,7 @@ def decoded(path: Path, decode: Callable[[bytes], T]) -> T:
         return decode(data)
     except (MediaError, MediaFileError) as error:
         raise UploadError(f"{path.name}: {error.reason}") from None
-    except WorkersUnusable:  # for example, they were closed because the server ends
+    except WorkersUnusable:  # for example, because the server is shutting down
         raise UploadError(f"{path.name} cannot be looked at now; try again later") from None
 
 
@@ -47,7 +47,7 @@ class UploadedImage:
 
     @classmethod
     def read(cls, path: Path, decode: Load) -> "UploadedImage":
-        """Decode the image, a JPEG at its smallest scale; raises UploadError if it cannot be used."""
+        """Check an image by decoding it, a JPEG at its smallest scale; raises UploadError if it cannot be used."""
         with closing(decoded(path, lambda data: decode.image(data, SMALLEST))) as image:
             return cls(path, *source_size(image))
 
@@ -56,6 +56,6 @@ class UploadedImage:
         return decoded(self.path, decode.image)
 
     def num_tokens(self, config: ImageProcessorConfig, min_pixels: int, max_pixels: int) -> int:
-        """The number of tokens with these pixel bounds; raises ValueError for invalid bounds or shapes."""
+        """Return the number of tokens with these pixel bounds; raises ValueError for invalid bounds or shapes."""
         height, width = config.resized(self.height, self.width, min_pixels, max_pixels)
         return height * width // config.factor**2

@@ -1,4 +1,4 @@
-"""What the page says to visitors, who know neither the command line nor the engine's arguments."""
+"""Messages for the page's visitors, who know neither the command line nor the engine's arguments."""
 
 import html
 from pathlib import Path
@@ -25,17 +25,17 @@ NO_COPIES = "The videos of this conversation are no longer here; to ask about th
 
 
 def spoken_model(model: str) -> str:
-    """What the page calls the model: not where it lies on the server's disk."""
+    """Return the page's name for the model, without its location on the server's disk."""
     if model == BUNDLED_NAME:
         return "mmvllm's bundled demonstration model"
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def spoken(error: Exception) -> str:
-    """An error in the page's words."""
+    """Return the message that the page shows for an error."""
     match error:
         case UploadError():
-            return error.reason  # which names the file; the text adds its index
+            return error.reason  # names the file; `str(error)` adds its index
         case EngineBusy():
             return "Many people are asking right now; try again in a moment"
         case EngineUnavailable():

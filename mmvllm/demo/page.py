@@ -1,4 +1,4 @@
-"""The page: its components, and the handler of each event."""
+"""Builds the page: its components, and the handler of each event."""
 
 import asyncio
 import html
@@ -39,14 +39,14 @@ EXAMPLES = {
     "scene-07.png": "What is at the right?",
 }
 NAME_FILES = "(box) => JSON.stringify((box?.files ?? []).map((file) => file.path))"
-# Events that run at a time: as many as all sessions together may have, so that none waits for another session's events.
+# Concurrent events: as many as all sessions may have together, so that no session waits for another's events.
 MAX_EVENTS = MAX_UNREAD * MAX_SESSIONS
-MAX_WAITING = MAX_SESSIONS // 2  # further events, each of which gradio tells of every event that begins
+MAX_WAITING = MAX_SESSIONS // 2  # further events; gradio notifies each of them when an event begins
 MOST_TOKENS = 1280  # default maximum of tokens per image
 
 
 class _NothingKept(set):
-    """Stays empty: gradio would collect the paths of files here to delete them, and the page deletes files itself."""
+    """A set that stays empty: gradio collects files in it to delete them later, but the page deletes them itself."""
 
     def add(self, path: str) -> None:
         pass
@@ -56,14 +56,14 @@ class _NothingKept(set):
 
 
 def _keep_no_value(key: int, value: Any) -> None:
-    """In place of gradio's, which keeps the last value of each component, however large, for links to a state."""
+    """Replace gradio's method, which keeps the last value of each component, however large, for links to a state."""
 
 
 class Page(gr.Blocks):
-    """Blocks that accept only uploaded files, and keep nothing of a session that was removed.
+    """Gradio Blocks that accept only uploaded files, and keep nothing of a session that was removed.
 
-    In place of a file gradio would fetch a URL, and on a page that is mounted it would copy any file of the server into
-    the folder from which it serves files. It would keep results that no browser reads.
+    By itself, gradio would fetch a URL sent in place of a file. On a mounted page, it would copy any file of the
+    server into the folder that it serves. It would also keep results that no browser reads.
     """
 
     sessions: Sessions
@@ -71,18 +71,18 @@ class Page(gr.Blocks):
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        # Gradio reads and writes a long conversation in a tenth of a second, in which nothing else runs: of several
-        # events one has its turn, and then whatever else is waiting. Of each session one event waits for it.
+        # Gradio blocks the event loop for a tenth of a second to read or write a long conversation. `_turn` admits one
+        # event at a time, so other tasks run in between. One event of each session waits for it.
         self._turn = asyncio.Lock()
         self._own_turns: WeakKeyDictionary[object, asyncio.Lock] = WeakKeyDictionary()
         self._event_bytes: dict[str, int] = {}  # by the id of an event
 
     def bound(self) -> None:
-        """Bound what gradio keeps, once all components and the queue are there.
+        """Bound what gradio keeps; call this once all components and the queue exist.
 
-        Neither the paths of all files nor the times of all events are kept. Events count by their size until they end.
-        A message for a session that is gone is dropped, since gradio's queue would stop for good. Where unread results
-        take too much memory, a session with many of them is dropped.
+        Gradio then keeps neither the paths of all files nor the times of all events. The sizes of events are counted
+        until they end. Messages for removed sessions are dropped, since they would stop gradio's queue for good. If
+        unread results take too much memory, a session with many of them is dropped.
         """
         self.upload_file_set = _NothingKept()
         for block in self.blocks.values():
@@ -108,7 +108,7 @@ class Page(gr.Blocks):
 
     @property
     def is_running(self) -> bool:
-        """False also in a task of a response that has ended: gradio's heartbeats of such responses would never end."""
+        """Whether the page runs; also False in tasks of ended responses, whose heartbeats would otherwise never end."""
         ended = RESPONSE_ENDED.get()
         return self._is_running and (ended is None or not ended.is_set())
 
@@ -117,46 +117,46 @@ class Page(gr.Blocks):
         self._is_running = value
 
     def count_event_bytes(self) -> int:
-        """The size of the bodies of all events that have not ended."""
+        """Return the total size of the bodies of all events that have not ended."""
         for event_id in self._event_bytes.keys() - self._queue.event_ids_to_events.keys():
             del self._event_bytes[event_id]
         return sum(self._event_bytes.values())
 
     def being_sent(self, session_id: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Within, this many bytes of results are sent to the browser of a session, which counts as unread."""
+        """Count `num_bytes` of results as unread while they are sent to the session's browser."""
         return self._unread.being_sent(session_id, num_bytes)
 
     def launch(self, **options: Any) -> Any:
-        """Launch as gradio does, whose default would be 40 events at a time."""
+        """Launch the page with `max_threads` concurrent events; gradio's default would be 40."""
         return super().launch(**{"max_threads": self.max_threads, **options})
 
     def num_unread(self, session_id: str) -> int:
-        """How many events of a session have results that its browser has not read."""
+        """Return how many events of a session have results that its browser has not read."""
         pending = self._queue.pending_event_ids_session.get(session_id, set())
         messages = self._queue.pending_messages_per_session.get(session_id)
-        if messages is None or messages.empty():  # what has ended was read, or is lost with a connection
+        if messages is None or messages.empty():  # results of ended events were read, or lost with a connection
             pending.intersection_update(self._queue.event_ids_to_events)
         return len(pending)
 
     def num_unread_updates(self, session_id: str) -> int:
-        """How many updates of a session's answers its browser has not read."""
+        """Return how many updates of a session's answers its browser has not read."""
         messages = self._queue.pending_messages_per_session.get(session_id)
         return 0 if messages is None else sum(one.msg == ServerMessage.process_generating for one in messages._queue)
 
     def has_results(self, session_id: str) -> bool:
-        """Whether gradio has a place for the results of a session, which begins with its first event."""
+        """Return whether gradio has a queue for the session's results, which the session's first event creates."""
         return session_id in self._queue.pending_messages_per_session
 
     def forget_upload(self, upload_id: str) -> None:
-        """Remove what gradio keeps of the progress of an upload."""
+        """Remove gradio's record of an upload's progress."""
         file_upload_statuses._statuses.pop(upload_id, None)
         file_upload_statuses._signals.pop(upload_id, None)
 
     def forget(self, session_id: str) -> None:
-        """Remove what gradio keeps of a session: results, and the values of components."""
+        """Remove the results and the component values that gradio keeps for a session."""
         for event in self._queue.event_ids_to_events.values():
             if event.session_hash == session_id:
-                event.alive = False  # its results go nowhere
+                event.alive = False  # its results are discarded
         self._queue.pending_event_ids_session.pop(session_id, None)
         self._queue.pending_messages_per_session.pop(session_id, None)
         self.state_holder.session_data.pop(session_id, None)
@@ -169,10 +169,10 @@ class Page(gr.Blocks):
     async def process_api(self, *args: Any, event_data: gr.EventData | None = None, **kwargs: Any) -> dict[str, Any]:
         if (state := kwargs.get("state")) is not None:
             state._update_value_in_config = _keep_no_value
-        if kwargs.get("iterator") is None:  # not again at each step of an answer
+        if kwargs.get("iterator") is None:  # only at the first step of an answer
             if event_data is not None:
                 self._check_files(event_data._data)
-            # Gradio keeps what it reads, also of an event that fails: the session has to be known to be forgotten.
+            # Gradio keeps the inputs even of failed events; only a known session's inputs are removed later.
             self.handlers.session_of(kwargs.get("session_hash") or "")
         try:
             return await super().process_api(*args, event_data=event_data, **kwargs)
@@ -192,7 +192,7 @@ class Page(gr.Blocks):
             return await super().postprocess_data(block_fn, predictions, state)
 
     def _own_turn(self, state: Any) -> asyncio.Lock:
-        """The lock of the session with this state."""
+        """Return the lock of the session with this state."""
         return self._own_turns.setdefault(self if state is None else state, asyncio.Lock())
 
     def _check_files(self, value: Any) -> None:
@@ -206,7 +206,7 @@ class Page(gr.Blocks):
 
 
 def _named_files(value: Any) -> Iterator[str]:
-    """All paths in what a visitor sends, at any depth, also those that gradio would not take for a file's."""
+    """Yield all paths in a visitor's input, at any depth, including paths that gradio would not treat as files."""
     values = [value]
     while values:
         value = values.pop()
@@ -219,14 +219,14 @@ def _named_files(value: Any) -> Iterator[str]:
 
 
 def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecoder | None" = None) -> Page:
-    """Build the page; launch or mount it with `**launch_options(page)`. By default it makes its own decoder."""
+    """Build the page; launch or mount it with `**launch_options(page)`. By default it creates its own decoder."""
     uploads = process_uploads()
     handlers = Handlers(engine, settings, uploads, _examples(uploads), decoder)
     with Page(title="mmvllm", analytics_enabled=False, fill_width=True, fill_height=True) as page:
         gr.HTML(_heading(engine), elem_id="heading", padding=False)
         chat = _chat(handlers.examples)
         box = gr.MultimodalTextbox(
-            # Named by their suffix are those whose MIME type not every system knows.
+            # Suffixes name the formats whose MIME types not every system knows.
             file_types=["image", ".heic", ".heif", *SUFFIXES],
             file_count="multiple",
             placeholder=_title(engine),
@@ -239,12 +239,12 @@ def build_page(engine: "AsyncLLM", settings: DemoSettings, decoder: "MediaDecode
             cost = gr.HTML(handlers.limits, elem_id="cost", padding=False)
             photo_button = gr.Button("Camera", size="sm", variant="secondary", scale=0, min_width=88, elem_id="photo")
         files = gr.Textbox("[]", visible="hidden")
-        # Shown by the button on computers; phones have a camera application of their own.
+        # The button shows it on computers; phones open their camera application instead.
         camera = gr.Image(
             sources=["webcam"], type="filepath", format="png", show_label=False, height=280, elem_id="camera"
         )
         with gr.Row(elem_id="folded", equal_height=False):
-            kept = gr.HTML(  # it folds by itself: gradio does not load what is in a closed accordion
+            kept = gr.HTML(  # it folds itself: gradio does not load the content of a closed accordion
                 "",
                 html_template=_read("conversations.html"),
                 js_on_load=_read("conversations.js"),
@@ -317,7 +317,7 @@ def _read(name: str) -> str:
 
 
 def _examples(uploads: Uploads) -> list[Turn]:
-    """The packaged examples, copied to the folder from which gradio serves files."""
+    """Copy the packaged examples to the folder that gradio serves, and return them as turns."""
     folder = uploads.folder / "examples"
     shutil.copytree(HERE / "examples", folder, dirs_exist_ok=True)
     paths = [folder / name for name in EXAMPLES]
@@ -334,7 +334,7 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
     ]
     return gr.Chatbot(
         show_label=False,
-        height=None,  # it takes the height of the window that the rest of the page leaves
+        height=None,  # it takes the height that the rest of the page leaves
         min_height=220,
         scale=1,
         editable="user",
@@ -351,14 +351,14 @@ def _chat(examples: list[Turn]) -> gr.Chatbot:
 
 
 def _controls(engine: "AsyncLLM", params: SamplingParams) -> list[gr.components.Component]:
-    """The controls, in the order of the fields of `Options`, with sampling controls set from `params`."""
+    """Build the controls in the order of the fields of `Options`, with sampling controls set from `params`."""
     config = engine.image_config
     token = config.factor**2
     largest = min(config.max_pixels, engine.max_model_len * token) // token * token
     pixels = {"minimum": 4 * token, "maximum": largest, "step": 1, "min_width": 240}
     system = gr.Textbox("", label="System prompt", lines=2)
     with gr.Row():
-        # Sliders have steps: 1e-6 becomes 0, which is greedy too.
+        # A slider rounds to its step: 1e-6 becomes 0, which is greedy too.
         fine = {"step": 0.01, "min_width": 240}
         most = max(2.0, params.temperature)
         temperature = gr.Slider(0, most, round(params.temperature, 2), label="Temperature", **fine)

@@ -1,4 +1,4 @@
-"""Follows the parts of an upload while they arrive."""
+"""Parses the parts of an upload while they arrive."""
 
 import logging
 
@@ -11,10 +11,10 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a malformed upl
 
 
 class FileParts:
-    """A multipart body of at most `max_files` files and no other fields; `num_files` of them have begun.
+    """The multipart body of an upload: at most `max_files` files and no other fields; `num_files` have begun.
 
-    Gradio itself would hold a field in memory, and a file open for each of a thousand parts until the last has come.
-    Raises ValueError for the type of another body.
+    By itself, gradio would keep fields in memory, and up to a thousand files open until the last part has arrived.
+    Raises ValueError if the content type is not a multipart form, or names a charset.
     """
 
     def __init__(self, content_type: str, max_files: int):
@@ -23,20 +23,20 @@ class FileParts:
         on_data = {"on_header_field": self._on_header_field, "on_header_value": self._on_header_value}
         on_end = {"on_header_end": self._on_header_end, "on_headers_finished": self._on_headers_finished}
         kind, options = parse_options_header(content_type)
-        if kind != b"multipart/form-data" or b"charset" in options:  # which gradio would decode with
+        if kind != b"multipart/form-data" or b"charset" in options:  # gradio would decode with the charset
             raise ValueError("Send the files as multipart/form-data")
         callbacks = {"on_part_begin": self._on_part_begin, **on_data, **on_end}
         self._boundary = b"\r\n--" + options.get(b"boundary", b"")
-        self._tail, self._num_ends = b"", 0  # the last bytes, and the number of boundaries, each the end of a part
+        self._tail, self._num_ends = b"", 0  # the last bytes, and the number of boundaries so far; each ends a part
         self._parser = MultipartParser(options.get(b"boundary", b""), callbacks)
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes of the body; raises MultiPartException or MultipartParseError, which gradio answers."""
+        """Parse the next bytes of the body; raises MultiPartException or MultipartParseError, which gradio answers."""
         self._check_boundaries(data)
         self._parser.write(data)
 
     def _check_boundaries(self, data: bytes) -> None:
-        """Refuse more boundaries than files have: at each that a file contains, the parser goes on byte by byte."""
+        """Refuse more boundaries than the files need: at each boundary in a file, the parser continues byte by byte."""
         recent = self._tail + data
         self._num_ends += recent.count(self._boundary)
         self._tail = recent[1 - len(self._boundary) :]

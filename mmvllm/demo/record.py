@@ -1,7 +1,7 @@
-"""A conversation as the browser keeps it: questions, answers, notes, and the names of uploaded files.
+"""Records of conversations that the browser keeps: questions, answers, notes, and the names of uploaded files.
 
-The browser sends it back after a reload, and when a conversation from its list is opened. As any content of the page it
-is untrusted: `read_turns` raises ValueError if it is malformed.
+The browser sends a record back after a reload, and when the visitor opens a conversation from the list. Records are
+untrusted, like all content of the page: `read_turns` raises ValueError if one is malformed.
 """
 
 import json
@@ -14,15 +14,15 @@ from mmvllm.demo.events import MAX_CHARACTERS, MAX_FILES, RELOAD
 from mmvllm.demo.videos import UploadedVideo
 
 MAX_TURNS = 500
-MAX_NOTE = 300  # characters, of which each may become six where it is shown; the rest is left out
+MAX_NOTE = 300  # characters, each of which may become six when shown; longer notes are cut
 MAX_BOXES = 100  # drawn on one image
-MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; the frames of earlier videos are left out
-INTERRUPTED = "Stopped"  # the note of an answer that was still being written when the page was left
+MAX_STRIP_CHARACTERS = 2**20  # of the frames of all videos; frames of earlier videos are left out
+INTERRUPTED = "Stopped"  # the note of an answer that was unfinished when the visitor left the page
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """A turn whose files are not looked up yet."""
+    """A turn of a record, whose files have not been looked up yet."""
 
     question: str
     answer: str
@@ -30,17 +30,17 @@ class KeptTurn:
     media: tuple[str, ...]
 
     def found(self, find: Callable[[str], Uploaded | None]) -> Turn:
-        """The turn, without the files that `find` does not find."""
+        """Return the turn with the files that `find` returns; missing files are left out."""
         media = tuple(one for one in map(find, self.media) if one is not None)
         return Turn(self.question, media, self.answer, self.note or INTERRUPTED)
 
 
 def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
-    """JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser has to send.
+    """Return JSON without `<`, since gradio inserts it into a page; `missing` names files that the browser must send.
 
-    The files of a turn are under "images", as browsers have kept them since there were images only. Frames of videos
-    are shown where a browser cannot play them, up to `MAX_STRIP_CHARACTERS`. Boxes come from the last answer that
-    has some about the image; the browser does not keep them.
+    The key "images" also holds videos, since browsers keep records from when there were only images. Browsers that
+    cannot play a video show its frames, up to `MAX_STRIP_CHARACTERS`. The boxes of an image come from the last answer
+    that has any; the browser does not keep them.
     """
     kept = [
         {
@@ -56,7 +56,7 @@ def to_record(turns: Sequence[Turn], missing: Sequence[str] = ()) -> str:
 
 
 def _strips(turns: Sequence[Turn]) -> dict[str, list]:
-    """The frames of the latest videos, as many as `MAX_STRIP_CHARACTERS` allow, by the names of their files."""
+    """Return the frames of the latest videos that fit into `MAX_STRIP_CHARACTERS`, by file path."""
     strips, left = {}, MAX_STRIP_CHARACTERS
     for one in reversed(media_in(turns)):
         if isinstance(one, UploadedVideo) and (name := str(one.path)) not in strips:
@@ -68,7 +68,7 @@ def _strips(turns: Sequence[Turn]) -> dict[str, list]:
 
 
 def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
-    """By the name of a file the size of its image, and its boxes and points."""
+    """Return the size, the boxes and the points of each image, by file path."""
     latest = {name: boxes[:MAX_BOXES] for turn in turns for name, boxes in turn.boxes.items()}
     return {
         name: {
@@ -81,7 +81,7 @@ def _drawn(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
 
 
 def check_length(turns: Sequence[Turn]) -> None:
-    """Raise ValueError for a conversation that is too long to go on."""
+    """Raise ValueError if a conversation is too long to continue."""
     num_characters = sum(len(turn.question) + len(turn.answer) for turn in turns)
     num_files = sum(len(turn.media) for turn in turns)
     if len(turns) > MAX_TURNS or num_characters > MAX_CHARACTERS or num_files > MAX_FILES:
@@ -89,7 +89,7 @@ def check_length(turns: Sequence[Turn]) -> None:
 
 
 def read_turns(value: Any, max_files: int) -> list[KeptTurn]:
-    """The turns of a record that the browser has kept, with at most `max_files` each."""
+    """Return the turns of a record from the browser; each may have at most `max_files` files."""
     if not isinstance(value, list) or len(value) > MAX_TURNS:
         raise ValueError(RELOAD)
     turns = [_read_turn(turn) for turn in value]

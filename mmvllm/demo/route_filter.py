@@ -1,4 +1,4 @@
-"""Restricts which requests reach gradio: only routes that the page uses, within limits on their size. Pure ASGI."""
+"""Forwards to gradio only requests for routes that the page uses, within size limits (pure ASGI)."""
 
 import asyncio
 import json
@@ -41,61 +41,61 @@ ROUTES = frozenset(
     {"app_id", "info", "login_check", "queue/data", "queue/join", "startup-events", "theme.css", "token"}
     | {"upload", "upload_progress", "user"}
 )
-# Also before a login; gradio itself requests "startup-events" when it launches the page.
+# Routes that are open before a login; gradio itself requests "startup-events" when it launches the page.
 OPEN_ROUTES = frozenset({"app_id", "login_check", "startup-events", "theme.css", "token", "user"})
-# Routes of gradio's that the page does not have: an image in it, or a link on another page, could log a visitor out.
+# Gradio's routes that the page disables: an image in the page, or a link on another page, could log a visitor out.
 ABSENT = ("/openapi.json", "/docs", "/redoc", "/logout")
-HEARTBEAT = "heartbeat/"  # followed by the session; this request stays open as long as the page is open
+HEARTBEAT = "heartbeat/"  # followed by the session's id; this request stays open as long as the page is open
 FILE = "file="  # followed by the path of an uploaded file; gradio would also serve URLs and files of other folders
 JOIN = "queue/join"
-EVENTS = (JOIN, "run/")  # start the handler that the body has the number of
-# The one name of a query that gradio gets, with the value that was checked: gradio would take the last of several.
+EVENTS = (JOIN, "run/")  # start the handler whose number is in the body
+# The only query parameter that gradio gets, with its checked value: gradio would take the last of several values.
 QUERIES = {"queue/data": "session_hash", "upload": "upload_id", "upload_progress": "upload_id"}
 SESSION = re.compile(r"[0-9A-Za-z-]{1,64}")  # gradio's pages and clients choose letters and digits, or a UUID
 MAX_BODY_BYTES = 2**20  # of a request other than an upload, and of the multipart headers of an upload
-MAX_LOGIN_BYTES = 2**14  # gradio decodes a login as its sender asks for, by codecs that take the square of its size
-SMALL_BODY = 2**16  # bytes, which are read at once
-# As gradio writes it: the browser then begins a new session.
+MAX_LOGIN_BYTES = 2**14  # gradio decodes a login with the sender's codec, which may take quadratic time
+SMALL_BODY = 2**16  # bytes; up to this size, a body is checked without waiting for others
+# Gradio's own message, on which the browser begins a new session.
 UNKNOWN_SESSION = (
     'data: {"msg":"unexpected_error","message":"404: Not Found","session_not_found":true,"success":false}\n\n'
 )
-MAX_ENDINGS = 4  # heartbeats that end at a time
-# Of all events that arrive, and of all until they end. Gradio keeps them as objects of up to five times the size. Small
-# events count, but are never refused for their size: all that gradio takes at a time are 40 MB.
+MAX_ENDINGS = 4  # heartbeats that may end at the same time
+# Limits the bodies that arrive, and the events that have not ended; gradio's objects for them are up to five times as
+# large. Small events count, but are never refused for their size: gradio takes at most 200 MB of them at a time.
 MAX_EVENT_BYTES, SMALL_EVENT_BYTES = 2**26, 2**14
 MAX_UNREAD = 12  # results that gradio keeps for a session until its browser reads them
 UPLOAD_SECONDS, BODY_SECONDS, LOGIN_SECONDS = 300.0, 60.0, 10.0
-# An upload that falls further behind is ended, since it holds space that others may need.
+# An upload that falls behind this rate is ended, since it holds space that others may need.
 FIRST_SECONDS, MIN_BYTES_PER_SECOND = 20.0, 8 * 1024
 FORGET_SECONDS = 10.0
 NO_ROOM = "There is no room for more files right now; try again later"
 
 
-# Whether the response with the results of a session has ended, in the tasks that gradio starts for the response.
+# Set once the response with a session's results has ended; known to the tasks that gradio starts for the response.
 RESPONSE_ENDED: ContextVar[asyncio.Event | None] = ContextVar("RESPONSE_ENDED", default=None)
 
 
 class Results(Protocol):
-    """The results of a session's events, which its browser reads from one endless response."""
+    """Gradio's state of uploads and of event results, which a session's browser reads from one endless response."""
 
     def num_unread(self, session_id: str) -> int:
-        """How many events have results that the browser has not read."""
+        """Return how many events have results that the browser has not read."""
 
     def has_results(self, session_id: str) -> bool:
-        """Whether the session is known."""
+        """Return whether gradio knows the session."""
 
     def count_event_bytes(self) -> int:
-        """The size of all events that have not ended."""
+        """Return the total size of all events that have not ended."""
 
     def being_sent(self, session_id: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Within, this many bytes of results are sent to the browser of a session."""
+        """Count `num_bytes` of results as unread while they are sent to the session's browser."""
 
     def forget_upload(self, upload_id: str) -> None:
         """Forget the progress of an upload."""
 
 
 class _Reader:
-    """A browser that reads results, until its session is dropped: then gradio is told that it has disconnected."""
+    """The connection of a browser that reads results; when its session is dropped, gradio sees a disconnect."""
 
     def __init__(self, receive: Receive, send: Send):
         self._receive, self._send = receive, send
@@ -106,7 +106,7 @@ class _Reader:
         return {"type": "http.disconnect"} if self.is_gone else await self._receive()
 
     async def send(self, message: Message) -> None:
-        """Send a message; one that is being sent when the browser leaves is cut off."""
+        """Send a message; `leave` cuts off a message that is being sent."""
         if self.is_gone:
             return
         with suppress(TimeoutError):
@@ -121,11 +121,11 @@ class _Reader:
 
 
 class DemoRouteFilter:
-    """Responds with an error instead of gradio where that is needed, and tells the sessions which tabs are open.
+    """ASGI middleware that refuses requests before they reach gradio, and tells the sessions which tabs are open.
 
     Args:
         events: gradio's numbers of the events that have a handler.
-        results: what gradio keeps of the results of sessions, and of uploads.
+        results: gradio's state of the sessions' results and of uploads.
     """
 
     def __init__(self, app: ASGIApp, sessions: Sessions, events: Collection[int], results: Results):
@@ -134,17 +134,17 @@ class DemoRouteFilter:
         self._settings = sessions.settings
         self._endings = asyncio.Semaphore(MAX_ENDINGS)
         self._files, self._pages = CompressedFiles(), Turns()
-        self._joins, self._large_joins = Turns(), Turns()  # so that small events wait for no large ones
-        self._num_held = 0  # bytes of bodies, but for uploads, until gradio has queued or handled them
-        self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # of results, by session
+        self._joins, self._large_joins = Turns(), Turns()  # small events never wait for large ones
+        self._num_held = 0  # bytes of bodies, without uploads, that gradio has not yet queued or handled
+        self._streams: defaultdict[str, set[_Reader]] = defaultdict(set)  # readers of results, by session
         sessions.is_read = lambda session_id: session_id in self._streams
         sessions.end_responses = self._end_responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        send = in_pieces(send)  # of which a browser that reads slowly has one at a time
-        if "." in scope["path"]:  # gradio compresses those that end like texts
+        send = in_pieces(send)  # a slow browser holds only one piece at a time
+        if "." in scope["path"]:  # gradio compresses paths with a text suffix
             send = as_it_is(send)
         self._sessions.sweep_regularly()
         clean_headers(scope)
@@ -179,7 +179,7 @@ class DemoRouteFilter:
     def _refusal(self, scope: Scope, route: str, num_bytes: int | None) -> PlainTextResponse | None:
         path, headers = scope["path"], Headers(scope=scope)
         if "host" in headers and not is_host(headers["host"]):
-            return PlainTextResponse("This is no name of a host", 400)
+            return PlainTextResponse("The Host header must be a valid host name", 400)
         if is_foreign(scope["method"], headers, is_page=not route):
             return PlainTextResponse("Open the page itself", 403)
         if is_unusable(path) or path.rstrip("/").endswith(ABSENT) or (route and not self._is_known(route)):
@@ -228,12 +228,12 @@ class DemoRouteFilter:
         await refusal(scope, receive, send)
 
     async def _read(self, body: bytearray, route: str, num_bytes: int, request: Request) -> PlainTextResponse | None:
-        """Read a body; returns a refusal if it is late, or large while too many bytes are held."""
+        """Read a body; return a refusal if it is late, or if it is large and too many bytes are already held."""
         try:
             async with asyncio.timeout(BODY_SECONDS if route else LOGIN_SECONDS):
                 async for piece in request.stream():
                     body += piece
-                    self._num_held += len(piece)  # the size that is announced costs a client nothing
+                    self._num_held += len(piece)  # received bytes: announcing a size costs a client nothing
                     if num_bytes > SMALL_EVENT_BYTES and self._num_held > MAX_EVENT_BYTES:
                         return PlainTextResponse("The page is busy; try again later", 503)
         except TimeoutError:
@@ -257,7 +257,7 @@ class DemoRouteFilter:
         await self.app(scope, replay, send)  # "run/" responds when its handler has ended
 
     async def _unread(self, session: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """The results of a session's events; gradio's response of one that it does not know would never be complete."""
+        """Stream the results of a session's events; for an unknown session, gradio's response would never end."""
         if not self._results.has_results(session):
             response = Response(UNKNOWN_SESSION, media_type="text/event-stream")
             return await response(scope, receive, send)
@@ -276,7 +276,7 @@ class DemoRouteFilter:
             await self.app(scope, reader.receive, send_and_note)
             if reader.is_gone:
                 await send({"type": "http.response.body", "body": b""})
-        except Exception:  # of a session that was forgotten meanwhile; the browser has been told
+        except Exception:  # the session was forgotten meanwhile; the browser has been told
             if not has_started:
                 raise
             await send({"type": "http.response.body", "body": b""})
@@ -308,7 +308,7 @@ class DemoRouteFilter:
         return self._refused_event(session, len(body)) if route == JOIN else None
 
     def _refused_event(self, session: str, num_bytes: int) -> PlainTextResponse | None:
-        """A session begins with its first event, so that the number of sessions is limited."""
+        """Return a refusal if gradio holds too many events or sessions; the first event of a session creates it."""
         if self._results.num_unread(session) >= MAX_UNREAD:
             return PlainTextResponse("Too much at once; wait for the last results, or reload the page", 429)
         if self._results.count_event_bytes() + num_bytes > MAX_EVENT_BYTES and num_bytes > SMALL_EVENT_BYTES:
@@ -322,7 +322,7 @@ class DemoRouteFilter:
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
         """End an endless response when the page closes: the server waits for all responses before it exits.
 
-        Gradio does much work when such a response ends, so that only a few may end at the same time.
+        Gradio does much work when such a response ends, so only a few may end at the same time.
         """
         is_complete, has_turn = False, False
 
@@ -338,7 +338,7 @@ class DemoRouteFilter:
             nonlocal is_complete
             is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
-            if is_complete and closing.done():  # gradio, which caught the cancellation, would call the unload handler
+            if is_complete and closing.done():  # gradio caught the cancellation, and would call the unload handler
                 raise asyncio.CancelledError
 
         closing = asyncio.create_task(self._sessions.closing())
@@ -417,7 +417,7 @@ class DemoRouteFilter:
 
 
 def _query(scope: Scope, name: str) -> str:
-    """The first value of a name in the query; "" without one."""
+    """Return the first value of a query parameter, or "" if there is none."""
     return parse_qs(scope.get("query_string", b"").decode(errors="replace")).get(name, [""])[0]
 
 

@@ -1,4 +1,4 @@
-"""Sessions of visitors: a conversation, uploaded files, and at most one request in the engine."""
+"""Sessions of visitors: each has a conversation, uploaded files, and at most one request in the engine."""
 
 import asyncio
 import time
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from mmvllm.entrypoints.async_llm import AsyncLLM
 
 TICK_SECONDS = 0.05  # interval of the page's updates
-# Above these numbers of sessions, and of those without an open tab, the one that was idle longest of the latter goes.
+# Limits on all sessions and on sessions without an open tab; beyond either, the longest idle of the latter is removed.
 MAX_SESSIONS, MAX_CLOSED = 1000, 100
 SWEEP_SECONDS = 60.0
-RELOAD_SECONDS = 30.0  # the files of a closed tab are kept this long, since it may only be reloaded
+RELOAD_SECONDS = 30.0  # the files of a closed tab are kept this long, since the tab may only have been reloaded
 TOO_MUCH = (
     "The conversation has more pictures and videos than the model takes; start a new conversation, or lower the number "
     "of pixels or frames in the settings"
 )
-CLOSING_SECONDS = 0.1  # interval at which open pages look whether the server is shutting down
-LISTEN_SECONDS = 5.0  # in which a browser must begin to read the results of a session
+CLOSING_SECONDS = 0.1  # interval at which open pages check whether the server is shutting down
+LISTEN_SECONDS = 5.0  # time limit for a browser to begin reading the results of its session
 GALLERY_SIZE = 12
 
 
 class NobodyReads(Exception):
-    """No browser reads the results of a session, so its files are not read either."""
+    """Raised when no browser reads the results of a session, so its files are not decoded either."""
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class Session:
     gallery: deque[tuple[Uploaded, str]] = field(default_factory=lambda: deque(maxlen=GALLERY_SIZE))
     draft: list[Path] = field(default_factory=list)  # files of the question that is being written
     known: dict[Path, Uploaded] = field(default_factory=dict)  # files as they were last read
-    counting: asyncio.Task | None = None  # finds out the cost of the draft
-    # So that no session takes all threads; of images, and of videos, which take longer.
+    counting: asyncio.Task | None = None  # counts the draft's tokens
+    # Locks for images and for videos, which take longer: no session takes all threads.
     reading: tuple[asyncio.Lock, asyncio.Lock] = field(default_factory=lambda: (asyncio.Lock(), asyncio.Lock()))
     request_id: str | None = None
     last_seen: float = 0.0  # on the monotonic clock
-    unread_since: float | None = None  # on that clock, while a file waits for a browser that reads the results
+    unread_since: float | None = None  # on that clock, while a file waits until a browser reads the results
 
     @property
     def files(self) -> set[Path]:
@@ -77,12 +77,12 @@ class Session:
         return {one.path for one in shown} | {*self.draft}
 
     def forget_files(self) -> None:
-        """Forget what was read of files that can no longer be shown or asked about."""
+        """Forget decoded files that can no longer be shown or asked about."""
         files = self.files
         self.known = {path: one for path, one in self.known.items() if path in files}
 
     def resume(self, turns: list[Turn]) -> None:
-        """Replace the conversation by one that the browser has kept."""
+        """Replace the conversation with one that the browser has kept."""
         self.turns, self.draft = turns, []
         self.gallery.clear()
         shown: list[Uploaded] = []
@@ -105,8 +105,8 @@ class Sessions:
         self.engine, self.uploads, self.settings = engine, uploads, settings
         self.decoder = decoder or MediaDecoder(settings.policy)
         self._clips: ClipRules | None = None
-        # Not the event loop's own threads: files that take long to decode would delay all that needs one of them.
-        # Images have other threads than videos, which take longer.
+        # Files that take long to decode would block the event loop's default threads. Images and videos have separate
+        # threads, since videos take longer.
         self._checking_images = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-check")
         self._checking_videos = ThreadPoolExecutor(NUM_VIDEO_WORKERS, thread_name_prefix="mmvllm-check")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -116,12 +116,12 @@ class Sessions:
         # Whether the browser reads the results of a session, and how many it has not read.
         self.is_read: Callable[[str], bool] = lambda session_id: True
         self.num_unread_updates: Callable[[str], int] = lambda session_id: 0
-        self.end_responses: Callable[[str], None] = lambda session_id: None  # those with results of a session
+        self.end_responses: Callable[[str], None] = lambda session_id: None  # ends a session's responses
         self.is_closed = False  # set by another thread
 
     @property
     def clips(self) -> ClipRules:
-        """How the engine takes videos; raises ValueError if it does not."""
+        """The engine's rules for videos; raises ValueError if it takes none."""
         if self._clips is None:
             if (reason := why_no_videos(self.engine)) is not None:
                 raise ValueError(reason)
@@ -130,7 +130,7 @@ class Sessions:
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
-        """The checkpoint's own sampling parameters, unless the page does not use them."""
+        """The checkpoint's sampling parameters; empty if the page does not use them."""
         return self.engine.sampling_defaults if self.settings.uses_generation_config else {}
 
     async def closing(self) -> None:
@@ -139,7 +139,7 @@ class Sessions:
             await asyncio.sleep(CLOSING_SECONDS)
 
     def get(self, session_id: str) -> Session:
-        """The session, which begins here if there is none yet; raises ValueError if there are too many."""
+        """Return the session, creating it if necessary; raises ValueError if there are too many."""
         session = self._sessions.get(session_id) or self._begin(session_id)
         session.last_seen = time.monotonic()
         self._sessions.move_to_end(session_id)
@@ -155,7 +155,7 @@ class Sessions:
         return self._sessions[session_id]
 
     def _is_closed(self, session: Session) -> bool:
-        """Whether nobody has its tab open, as far as is known, and nothing is generated for it."""
+        """Return whether the session has no known open tab and no request in the engine."""
         return session.id not in self._open_tabs and session.request_id is None
 
     async def stop(self, session: Session) -> None:
@@ -165,9 +165,9 @@ class Sessions:
             await self.engine.abort(request_id)
 
     async def end(self, session_id: str) -> None:
-        """Abort the request of a visitor who has left, and remove the files soon, unless the tab is reloaded.
+        """Abort the request of a visitor who has left, and remove the session after `RELOAD_SECONDS`.
 
-        The reloaded tab is a new session, which claims the files that its browser names.
+        A reloaded tab is a new session, which claims the files that its browser names before they are removed.
         """
         if (session := self._sessions.get(session_id)) is not None:
             await self.stop(session)
@@ -179,7 +179,7 @@ class Sessions:
 
     @property
     def num_open_tabs(self) -> int:
-        """How many tabs are open, as far as is known."""
+        """The number of tabs that are known to be open."""
         return self._open_tabs.total()
 
     @contextmanager
@@ -189,7 +189,7 @@ class Sessions:
         try:
             yield
         finally:
-            self._open_tabs -= Counter([session_id])  # which drops counts of 0
+            self._open_tabs -= Counter([session_id])  # drops counts of 0
 
     def sweep_regularly(self) -> None:
         """Sweep every `SWEEP_SECONDS` for as long as the event loop runs."""
@@ -202,7 +202,7 @@ class Sessions:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Remove idle sessions that `end` will not be called for: those without an open tab."""
+        """Remove idle sessions without an open tab, for which `end` will not be called, and orphaned uploads."""
         oldest = time.monotonic() - ORPHAN_SECONDS
         for session in [*self._sessions.values()]:
             if self._is_closed(session) and session.last_seen < oldest:
@@ -215,7 +215,7 @@ class Sessions:
         session.forget_files()
 
     def drop(self, session_id: str) -> None:
-        """Remove a session whatever it does: its page has to be reloaded."""
+        """Remove a session even while it is in use; its page has to be reloaded."""
         self.end_responses(session_id)
         if (session := self._sessions.get(session_id)) is not None:
             self._remove(session)
@@ -228,7 +228,7 @@ class Sessions:
     async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
         """Add a turn and generate its answer, yielding whenever the page has to be updated.
 
-        Raises what `AsyncLLM.generate` raises; the turn is removed if there is no answer at all.
+        Raises the errors of `AsyncLLM.generate`; the turn is removed if its answer is empty.
         """
         session.turns.append(turn)
         session.request_id = request_id = f"demo-{uuid.uuid4().hex}"
@@ -258,7 +258,7 @@ class Sessions:
         request = to_request(session.turns, options, self.clips if has_videos else None)
         request["allow_special_tokens"] = self.settings.allow_special_tokens
         request["chat_template_kwargs"] = self.settings.chat_template_kwargs
-        with self.decoder.session() as decode:  # given up when the answer is stopped or the visitor leaves
+        with self.decoder.session() as decode:  # cancelled when the answer is stopped or the visitor leaves
             stream = self.engine.generate(
                 request,
                 params,
@@ -273,13 +273,13 @@ class Sessions:
     def _check_length(self, session: Session, options: Options) -> None:
         """Raise ValueError, before anything is decoded, for media that alone exceed the model's context."""
         left = self.engine.max_model_len
-        for one in media_in(session.turns):  # no more than fit: a conversation may name hundreds
+        for one in media_in(session.turns):  # stops early: a conversation may have hundreds
             left -= self._num_tokens(one, options)
             if left <= 0:
                 raise ValueError(TOO_MUCH)
 
     def counts(self, media: list[Uploaded], options: Options) -> TokenCounts:
-        """The tokens of images and videos; raises ValueError for options that cannot be."""
+        """Return the token counts of images and videos; raises ValueError for invalid options."""
         images = [self._num_tokens(one, options) for one in media if isinstance(one, UploadedImage)]
         videos = [self._num_tokens(one, options) for one in media if isinstance(one, UploadedVideo)]
         return TokenCounts(images, videos)
@@ -290,10 +290,10 @@ class Sessions:
         return one.num_tokens(self.engine.image_config, *options.pixel_bounds)
 
     async def read(self, session: Session, path: Path, options: ClipOptions) -> Uploaded:
-        """A file of the session; raises UploadError if it cannot be used.
+        """Return an uploaded file, decoding it unless that was done before; raises UploadError if it cannot be used.
 
-        An image is decoded, so that a damaged one is found before it is asked about, and of a video a few of the frames
-        that `options` ask for, unless they have been.
+        An image is decoded to detect damage before the visitor asks about it. For a video, only a few of the frames
+        that `options` select are decoded.
         """
         async with session.reading[is_video(path)]:
             return await self._read(session, path, options)
@@ -315,10 +315,10 @@ class Sessions:
         return known
 
     async def _wait_until_read(self, session: Session) -> None:
-        """Return once the browser reads the session's results, which it does at once; else raise NobodyReads.
+        """Return once a browser reads the session's results, normally at once; raise NobodyReads if none does.
 
-        Otherwise files of disconnected clients would delay the files of other visitors. All files and events of a
-        session wait for the same `LISTEN_SECONDS`.
+        Otherwise, files of disconnected clients would delay other visitors' files. All files and events of a session
+        share the same `LISTEN_SECONDS`.
         """
         try:
             while not (self.is_read(session.id) or session.id in self._open_tabs):
@@ -328,7 +328,7 @@ class Sessions:
                 if is_over or self._sessions.get(session.id) is not session:
                     raise NobodyReads("the page does not read its results; reload it")
                 await asyncio.sleep(TICK_SECONDS)
-        except asyncio.CancelledError:  # another event of the session takes the place of this one
+        except asyncio.CancelledError:  # another event of the session replaces this one
             session.unread_since = None
             raise
         session.unread_since = None

@@ -1,4 +1,4 @@
-"""The limits of the page."""
+"""The limits and options of the page."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,14 +9,14 @@ from mmvllm.media.policy import MediaPolicy
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """The limits of one page.
+    """The limits and options of one page.
 
     Args:
-        policy: the maximum size of an image and of a video; the page accepts only uploads.
+        policy: maximum sizes of an image and of a video; the page accepts only uploads.
         max_images, max_videos: maximum number of images and of videos in a question.
         timeout: timeout of an answer in seconds.
         uses_generation_config: the sampling controls begin with the values of the checkpoint's generation_config.json.
-        allow_special_tokens: special tokens in what visitors write are control tokens, not text.
+        allow_special_tokens: treat special tokens in visitors' text as control tokens.
         chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}.
     """
 
@@ -34,10 +34,10 @@ class DemoSettings:
 
     @property
     def max_files(self) -> int:
-        """Images and videos of a question."""
+        """Maximum number of files in a question."""
         return self.max_images + self.max_videos
 
     @property
     def max_upload_bytes(self) -> int:
-        """Limit of the images and videos of a question together."""
+        """Maximum total size in bytes of the files of a question."""
         return self.max_images * self.policy.max_bytes + self.max_videos * self.policy.max_video_bytes

@@ -36,7 +36,7 @@ LOOK = {
 
 
 def launch_options(page: "Page") -> dict[str, Any]:
-    """Arguments of gradio's `launch` and `mount_gradio_app`; each call gives a new dict, since gradio modifies it."""
+    """Return arguments for gradio's `launch` and `mount_gradio_app`: a new dict, since gradio modifies it."""
     events = {index for index, event in page.fns.items() if event.fn}  # the others run in the browser
     filtered = Middleware(DemoRouteFilter, sessions=page.sessions, events=events, results=page)
     own = {"middleware": [filtered]}

@@ -1,4 +1,4 @@
-"""Responses of an application that are made one at a time. Pure ASGI."""
+"""Begins an application's responses one at a time (pure ASGI)."""
 
 import asyncio
 from contextlib import ExitStack
@@ -7,18 +7,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Turns:
-    """Has an application begin one response at a time: some take it tens of milliseconds, in which nothing else runs.
+    """Lets an application begin one response at a time, since some block the event loop for tens of milliseconds.
 
-    The next one waits for the beginning of a response, not for a client that reads it slowly. Clients that disconnect
-    give up their place. `lock` is held until a response begins.
+    A request waits until the previous response begins, not until a slow client has read it. A client that disconnects
+    leaves the queue. `lock` is held until a response begins.
     """
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
 
     async def respond(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to a request without a body, or whose body comes in one message."""
-        messages = [await receive()]  # before the wait, which looks for the message after it
+        """Respond to a request without a body, or with a body in one message."""
+        messages = [await receive()]  # read first: `_wait` discards messages until a disconnect
         if messages[0]["type"] == "http.disconnect" or not await self._wait(receive):
             return
 
@@ -35,7 +35,7 @@ class Turns:
             await app(scope, replay, send_and_release)
 
     async def _wait(self, receive: Receive) -> bool:
-        """Acquire the lock; returns False if the client disconnects before that."""
+        """Acquire the lock; return False if the client disconnects first."""
         if not self.lock.locked():
             return await self.lock.acquire()  # at once
         acquiring = asyncio.create_task(self.lock.acquire())

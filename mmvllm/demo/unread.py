@@ -1,4 +1,4 @@
-"""The memory of results that no browser has read."""
+"""Limits the memory of results that no browser has read."""
 
 import time
 from collections import deque
@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 from mmvllm.utils.memory_limit import memory_of
 
-MAX_UNREAD_BYTES = 2**27  # of all sessions; a result has a conversation, of which the longest take a few megabytes
-SENT_FACTOR = 6  # gradio keeps a message beside its bytes, and its text with up to 4 bytes for each character
+MAX_UNREAD_BYTES = 2**27  # of all sessions; each result contains a conversation of up to a few megabytes
+SENT_FACTOR = 6  # gradio keeps a message, its bytes, and its text with up to 4 bytes per character
 
 
 class MessageQueue(Protocol):
     """Gradio's queue of the messages to one session."""
 
     def qsize(self) -> int:
-        """How many messages wait to be read."""
+        """Return how many messages wait to be read."""
 
 
 class UnreadResults:
@@ -24,14 +24,14 @@ class UnreadResults:
 
     Args:
         queues: gradio's queues, by session.
-        drop: called with a session that takes too much: the one with most bytes, by the time that they have waited.
+        drop: called with each session to remove, in descending order of unread bytes times their waiting time.
     """
 
     def __init__(self, queues: Mapping[str, MessageQueue], drop: Callable[[str], None]):
         self._queues, self._drop = queues, drop
-        self._waiting: dict[str, deque[tuple[float, int]]] = {}  # when each message of a session came, and its bytes
-        self._sending: dict[object, tuple[str, float, int]] = {}  # the session of a message, its begin and bytes
-        self._num_bytes = 0  # an upper bound of all, which `_limit` makes exact
+        self._waiting: dict[str, deque[tuple[float, int]]] = {}  # arrival and bytes of a session's messages
+        self._sending: dict[object, tuple[str, float, int]] = {}  # session, begin and bytes of a message
+        self._num_bytes = 0  # an upper bound on all unread bytes; `_limit` makes it exact
 
     def count(self, session_id: str, content: Any) -> None:
         """Count the content of a message that was put into the queue of a session."""
@@ -43,7 +43,7 @@ class UnreadResults:
 
     @contextmanager
     def being_sent(self, session_id: str, num_bytes: int) -> Iterator[None]:
-        """Within, this many bytes of a message are sent to the browser of a session."""
+        """Count a message of `num_bytes` as unread while it is sent to the session's browser."""
         key, size = object(), SENT_FACTOR * num_bytes
         self._sending[key] = session_id, time.monotonic(), size
         self._num_bytes += size
@@ -68,7 +68,7 @@ class UnreadResults:
             self._drop(session_id)
 
     def _unread(self) -> Iterator[tuple[str, float, int]]:
-        """Session, begin and bytes of each message."""
+        """Yield the session, begin and bytes of each unread message."""
         for session_id in [*self._waiting]:
             self._forget_read(session_id)
         for session_id, messages in self._waiting.items():

@@ -1,4 +1,4 @@
-"""Uploaded files: which session holds them, and when they are removed."""
+"""Tracks which sessions hold uploaded files, and removes files that none holds."""
 
 import asyncio
 import atexit
@@ -21,16 +21,16 @@ except ImportError:  # Windows
     fcntl = None
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
-SCAN_PAUSE = 0.1  # seconds between scans of the folder, which take the interpreter from everything else
+SCAN_PAUSE = 0.1  # seconds between scans of the folder, which block the interpreter
 MAX_BYTES, MAX_FILES = 8 * 2**30, 20_000  # of all sessions together
-MAX_HELD = 500  # files of one session: of its conversation, and of drafts since its last answer
-MAX_INCOMING_FILES = 500  # that have begun to arrive; they are open until all files of their upload are there
-PATIENCE_SECONDS = 5.0  # until an upload may be ended because others need its place
-# Bytes that are reserved ahead of an upload: as many as have arrived, but at least and at most these.
+MAX_HELD = 500  # files of one session, in its conversation and in drafts since its last answer
+MAX_INCOMING_FILES = 500  # files that have begun to arrive; each is open until its whole upload is there
+PATIENCE_SECONDS = 5.0  # after which an upload may be ended to make room for others
+# An upload reserves as many further bytes as have arrived, within this minimum and maximum.
 FIRST_BYTES, AHEAD_BYTES = 2**20, 32 * 2**20
 MAX_PATH_LENGTH = 4096
 PREFIX = "mmvllm-page-"  # of the folder of each process
-STARTING_SECONDS = 60.0  # a folder that is younger may not be locked yet
+STARTING_SECONDS = 60.0  # a younger folder may not be locked yet
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +43,11 @@ class Incoming:
     num_received: int = 0
     begin: float = field(default_factory=lambda: time.monotonic())  # looked up late, since tests replace it
     timeout: asyncio.Timeout | None = None  # while it arrives
-    gives_way: bool = False  # it is ended, since others need its place
+    gives_way: bool = False  # it was ended to make room for others
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
+        """Received bytes per second."""
         return self.num_received / (time.monotonic() - self.begin)
 
     def end(self) -> None:
@@ -57,9 +57,9 @@ class Incoming:
             self.timeout.reschedule(0)
 
     def reserve(self, num_received: int) -> bool:
-        """Reserve further bytes once more has arrived than is reserved; return whether that was so.
+        """Reserve further bytes if the received bytes exceed the reservation; return whether they did.
 
-        Slow uploads would fill the folder if the announced size, or `AHEAD_BYTES` for each, were reserved at once.
+        Reserving the announced size or `AHEAD_BYTES` at once would let slow uploads fill the folder.
         """
         self.num_received = num_received
         if num_received <= self.num_reserved:
@@ -69,9 +69,9 @@ class Incoming:
 
 
 class Uploads:
-    """The files that each session holds: `folder/HASH/NAME`.
+    """All uploaded files, at `folder/HASH/NAME`, and the sessions that hold them.
 
-    Gradio names files by content, so several sessions may hold the same one.
+    Gradio names files by their content, so several sessions may hold the same file.
     """
 
     def __init__(self, folder: Path):
@@ -79,8 +79,8 @@ class Uploads:
         self._held: dict[str, set[Path]] = {}
         self._own: set[Path] = set()
         self._incoming: list[Incoming] = []
-        self._scanning = ThreadPoolExecutor(1, "mmvllm-uploads")  # others' work must not wait behind scans
-        self._last_scan: asyncio.Task | None = None  # the one that has begun last
+        self._scanning = ThreadPoolExecutor(1, "mmvllm-uploads")  # separate: other work must not wait for scans
+        self._last_scan: asyncio.Task | None = None  # the scan that began last
         self._next_scan: asyncio.Task | None = None
 
     def keep(self, path: Path) -> None:
@@ -88,10 +88,10 @@ class Uploads:
         self._own.add(path)
 
     def locate(self, path: str) -> Path:
-        """The path of a file of this folder, which may be gone by now; raises ValueError for every other path.
+        """Return the path of a file in this folder, which may no longer exist; raises ValueError for any other path.
 
-        Visitors name files by their paths on the server. No file is opened: to open a FIFO or a device may block. Long
-        paths are not looked up: `realpath` takes seconds for half a million of folders.
+        Visitors name files by their paths on the server. No file is opened, since opening a FIFO or a device may block.
+        Long paths are refused, since `realpath` takes seconds for half a million folders.
         """
         if len(path) <= MAX_PATH_LENGTH and (file := Path(path)).parent.parent == self.folder:
             with suppress(ValueError):  # a null character or a lone surrogate
@@ -100,7 +100,7 @@ class Uploads:
         raise ValueError("only files that were uploaded here can be asked about; add the file again")
 
     def find(self, path: str) -> Path:
-        """The path of a file that is here; raises ValueError for every other path."""
+        """Return the path of an existing file in this folder; raises ValueError for any other path."""
         file = self.locate(path)
         if not os.path.isfile(file):
             raise ValueError(f"{file.name} is no longer here; add it again")
@@ -134,7 +134,7 @@ class Uploads:
 
     @contextmanager
     def incoming(self, num_bytes: int, parts: FileParts) -> Iterator[Incoming]:
-        """Count an upload as incoming, with space for its first bytes; its files count when they begin."""
+        """Count an upload as incoming and reserve space for its first bytes; its files count once they begin."""
         upload = Incoming(num_bytes, parts, num_reserved=min(num_bytes, FIRST_BYTES))
         self._incoming.append(upload)
         try:
@@ -143,9 +143,9 @@ class Uploads:
             self._incoming.remove(upload)
 
     async def has_room(self) -> bool:
-        """Whether all incoming uploads fit beside the existing files.
+        """Return whether all incoming uploads fit beside the existing files.
 
-        An upload that is completed during the scan of the folder may be counted twice, but never not at all.
+        An upload that completes during the scan of the folder may be counted twice, but is never missed.
         """
         if not self.make_room():
             return False
@@ -154,7 +154,7 @@ class Uploads:
         return len(sizes) + num_files <= MAX_FILES and sum(sizes) + num_bytes <= MAX_BYTES
 
     async def _sizes(self) -> list[int]:
-        """The sizes of all files, of a scan that begins after the call: uploads that wait for one share it."""
+        """Return the sizes of all files from a scan that begins after the call; waiting uploads share one scan."""
         if self._next_scan is None or self._next_scan.done():
             self._next_scan = asyncio.create_task(self._scan(self._last_scan))
         return await asyncio.shield(self._next_scan)
@@ -170,7 +170,7 @@ class Uploads:
     def make_room(self) -> bool:
         """End the slowest uploads while too many files are open; return whether there is room.
 
-        A single upload may have as many files as a question has.
+        The last upload is never ended, since a single upload may have as many files as a question.
         """
         while self._num_open() > MAX_INCOMING_FILES and len(self._arriving()) > 1:
             old = [one for one in self._arriving() if one.begin + PATIENCE_SECONDS < time.monotonic()]
@@ -190,7 +190,7 @@ class Uploads:
         return [path for path, stat in self._files() if _is_old(stat)]
 
     def _remove_empty_folders(self) -> None:
-        """Remove folders that gradio has made for files with an invalid name."""
+        """Remove old empty folders, which gradio creates for files with an invalid name."""
         with suppress(OSError):  # too many files are open
             for folder in self.folder.iterdir():
                 with suppress(OSError):  # it has files
@@ -209,9 +209,9 @@ class Uploads:
 
 @cache
 def process_uploads() -> Uploads:
-    """The uploads of all pages of this process; their folder is removed when the process exits.
+    """Return the uploads of all pages of this process; their folder is removed when the process exits.
 
-    If the process was killed, the next one removes the folder.
+    If the process is killed, a later process removes the folder.
     """
     _remove_left()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
@@ -223,7 +223,7 @@ def process_uploads() -> Uploads:
 
 
 def _remove_left() -> None:
-    """Remove folders whose processes have ended: the system has unlocked them."""
+    """Remove folders whose processes have ended, which the system has unlocked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # it belongs to another user, or is removed by another process right now
             if time.time() - folder.stat().st_mtime > STARTING_SECONDS and (lock := _locked(folder)) is not None:
@@ -232,7 +232,7 @@ def _remove_left() -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """The descriptor of a folder that this process locks until it ends; None if another one has, and on Windows."""
+    """Lock a folder until this process ends, and return its descriptor; None if another holds it, or on Windows."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Uploaded videos: a strip of their frames, and how the engine takes them: which frames, what size, how many tokens."""
+"""Uploaded videos: their preview strips, and the frames, sizes and token counts with which the engine uses them."""
 
 import base64
 import html
@@ -30,12 +30,12 @@ from mmvllm.utils.text import counted
 if TYPE_CHECKING:
     from mmvllm.entrypoints.async_llm import AsyncLLM
 
-SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # of `mmvllm.media.policy.VIDEO_CONTAINERS`
-MAX_TIMESTAMPS = 2**14  # whose tokens are remembered: the videos of a conversation are counted with each question
-TIMESTAMP_TOKENS = 12  # about as many as there are for a timestamp, with start and end
+SUFFIXES = (".mp4", ".m4v", ".webm", ".mkv", ".mov", ".avi")  # suffixes of `mmvllm.media.policy.VIDEO_CONTAINERS`
+MAX_TIMESTAMPS = 2**14  # whose tokens are cached: each question counts the videos of its conversation
+TIMESTAMP_TOKENS = 12  # estimate for a timestamp with its start and end tokens
 STRIP_FRAMES = 6
 STRIP_HEIGHT, STRIP_WIDTH = 96, 240  # pixels of a frame, at most
-# By which gradio knows a video; not every system knows these.
+# Gradio recognizes videos by their MIME types; not every system knows these two.
 mimetypes.add_type("video/mp4", ".m4v")
 mimetypes.add_type("video/x-matroska", ".mkv")
 
@@ -43,7 +43,7 @@ Strip = tuple[tuple[float, str], ...]  # seconds and data URI of each frame
 
 
 class PreviewPlan(ClipPlan):
-    """A few of the frames that a clip with the same settings consists of, small."""
+    """Selects a few of the frames of a clip with the same settings, at a small size."""
 
     __slots__ = ()
     is_preview = True
@@ -58,7 +58,7 @@ class PreviewPlan(ClipPlan):
 
 
 def strip_of(clip: Clip) -> Strip:
-    """The frames of a clip as a strip, which shows a visitor what is taken of a video."""
+    """Convert the frames of a clip to a strip, which shows a visitor how a video is sampled."""
     return tuple((time, _data_uri(frame)) for time, frame in zip(clip.times, clip.frames, strict=True))
 
 
@@ -69,7 +69,7 @@ def _data_uri(frame: np.ndarray) -> str:
 
 
 class ClipOptions(NamedTuple):
-    """The values of the page's controls that decide what is taken of a video; the pixels are per frame."""
+    """The values of the page's controls for the sampling of videos; the pixel bounds are per frame."""
 
     fps: float = DEFAULT_FPS
     min_pixels: int | None = None
@@ -78,11 +78,11 @@ class ClipOptions(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClipRules:
-    """How the engine takes videos.
+    """The engine's rules for sampling the frames of videos and counting their tokens.
 
     Args:
-        max_tokens: of a prompt.
-        encode: a text, such as a timestamp -> its token ids.
+        max_tokens: maximum number of tokens of a prompt.
+        encode: function that tokenizes a text, such as a timestamp.
     """
 
     config: VideoProcessorConfig
@@ -92,20 +92,20 @@ class ClipRules:
 
     @classmethod
     def of(cls, engine: "AsyncLLM") -> "ClipRules":
-        tokenizer = deepcopy(engine.tokenizer)  # threads that prepare requests use the engine's
+        tokenizer = deepcopy(engine.tokenizer)  # threads that prepare requests use the original
         encode = lru_cache(MAX_TIMESTAMPS)(partial(tokenize, tokenizer))
         return cls(engine.video_config, engine.media_rules, engine.max_model_len, encode)
 
     def part_keys(self, options: ClipOptions) -> dict[str, Any]:
-        """Keys of a video's part of a message; raises ParameterError for values that the controls do not allow.
+        """Return the keys of a video's message part; raises ParameterError for values that the controls do not allow.
 
-        A long video gets fewer and smaller frames, so that it takes at most about half of the model's context.
+        A long video gets fewer and smaller frames, to take at most about half of the model's context.
         """
         given = {name: value for name, value in options._asdict().items() if value is not None}
         check_numbers(given)
         token, half = self.config.factor**2, self.max_tokens // 2
         num_text = 0 if self.media.timestamp is None else TIMESTAMP_TOKENS
-        least = max(2 * given.get("min_pixels", self.config.min_pixels) // token, 1) + num_text  # of a temporal patch
+        least = max(2 * given.get("min_pixels", self.config.min_pixels) // token, 1) + num_text  # per temporal patch
         num_patches = min(half // least, self.config.max_frames // 2)
         pixels = max(half - num_patches * num_text, 1) * token
         return {**given, "total_pixels": pixels, "max_frames": max(2 * num_patches, 4)}
@@ -117,11 +117,11 @@ class ClipRules:
         return PreviewPlan(self.config, part=self.part_keys(options))
 
     def num_frames(self, info: VideoInfo, options: ClipOptions) -> int:
-        """The frames that are taken of a video."""
+        """Return the number of frames that are sampled from a video."""
         return len(self.plan(options).frame_indices(info))
 
     def num_tokens(self, info: VideoInfo, options: ClipOptions) -> int:
-        """The tokens that replace a video's placeholder in the prompt, with its timestamps if there are any."""
+        """Return the number of tokens that replace a video's placeholder in the prompt, including any timestamps."""
         plan = self.plan(options)
         clip = plan.timed(Clip(np.empty(0), info, tuple(plan.frame_indices(info))))
         times = clip.patch_times(self.config.temporal_patch_size)
@@ -130,7 +130,7 @@ class ClipRules:
 
 
 def why_no_videos(engine: "AsyncLLM") -> str | None:
-    """What a visitor is told who adds a video to a page that takes none; None if it takes videos."""
+    """Return why the page takes no videos, as a message for visitors; None if it takes videos."""
     if not engine.takes_videos:
         return "this model takes no videos"
     return None if find_spec("av") else "this server takes no videos, since it lacks PyAV"
@@ -138,9 +138,9 @@ def why_no_videos(engine: "AsyncLLM") -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class UploadedVideo:
-    """A video file, the facts of its header, and a strip of small frames.
+    """A video file, the information in its header, and a strip of small frames.
 
-    `indices` are the frames of the strip, chosen from the frames that were last asked for.
+    `indices` are the indices of the strip's frames, chosen from the frames that the latest options select.
     """
 
     path: Path
@@ -162,7 +162,7 @@ class UploadedVideo:
             raise UploadError(str(error)) from None
 
     def load(self, decode: Load, plan: ClipPlan) -> Clip:
-        """Decode the frames that a plan takes; raises UploadError."""
+        """Decode the frames that a plan selects; raises UploadError."""
         return decoded(self.path, lambda data: decode.video(data, plan))
 
 
@@ -171,7 +171,7 @@ def is_video(path: Path) -> bool:
 
 
 def estimate(videos: list[tuple[UploadedVideo, int]], note: str) -> str:
-    """HTML for below the message box: how many frames are taken of each video, some of them, and the note on tokens."""
+    """Return HTML to show below the message box: each video's frame count, some of its frames, and the token note."""
     return "".join(_described(video, num_frames) for video, num_frames in videos) + note
 
 
@@ -188,5 +188,5 @@ def _described(video: UploadedVideo, num_frames: int) -> str:
 
 
 def spoken_time(seconds: float) -> str:
-    """ "7.5 s", or minutes and seconds: "1:05 min"."""
+    """Format seconds, such as "7.5 s" or, from a minute on, "1:05 min"."""
     return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"

@@ -1,1 +1,1 @@
-"""The step: requests in, launch, wait, commit, outputs; what happens when a step fails."""
+"""The engine's step: add requests, launch, wait, commit and return outputs; recover when a step fails."""

@@ -10,8 +10,8 @@ from mmvllm.grounding import Box, BoxFormat, ImageGeometry, Pair, Point, box_of
 from mmvllm.inputs import MultiModalItem
 
 KEYS = ("bbox_2d", "point_2d")
-LABELS = ("label", "text_content")  # the second where Qwen2.5-VL reads text
-# Places that may begin an object and do not, and characters that are parsed in vain, or four times the text: 0.03 s.
+LABELS = ("label", "text_content")  # Qwen2.5-VL writes the second for text that it reads
+# Limits on failed attempts to parse an object and on characters parsed in vain (or four times the text): 0.03 s.
 MAX_FAILURES, MAX_WASTED = 1000, 2**20
 
 _NUMBER = r"-?\d{1,6}(?:\.\d{1,6})?"
@@ -25,7 +25,7 @@ _SPANS = re.compile(
 
 
 class Written(NamedTuple):
-    """What the model wrote: one pair of a point, two of a box, four of a quadrilateral, in its own coordinates."""
+    """Coordinates that the model wrote: one pair for a point, two for a box, four for a quadrilateral."""
 
     label: str | None
     pairs: tuple[Pair, ...]
@@ -33,7 +33,7 @@ class Written(NamedTuple):
 
 
 class BoxReader:
-    """Boxes and points of completions; `box_format` is None for a model that writes none."""
+    """Reads the boxes and points of completions; `box_format` is None for a model that writes none."""
 
     def __init__(self, tokenizer: Any, box_format: BoxFormat | None):
         self._tokenizer, self._format = tokenizer, box_format
@@ -43,7 +43,7 @@ class BoxReader:
             self._starts = frozenset(vocab[name] for name in ("<|box_start|>", "<|quad_start|>") if name in vocab)
 
     def read(self, text: str, token_ids: Sequence[int], items: Sequence[MultiModalItem]) -> tuple[Box | Point, ...]:
-        """The boxes and points of a completion, in the order in which they were written."""
+        """Return the boxes and points of a completion, in the order in which the model wrote them."""
         if self._format is None or not items:
             return ()
         written = self._written(text, token_ids)
@@ -59,7 +59,7 @@ class BoxReader:
 
 
 def spans_in(text: str) -> Iterator[Written]:
-    """What stands between special tokens; a label is that of all boxes that follow it without other text."""
+    """Yield boxes and points between special tokens; a label applies to all that follow it without other text."""
     label, end = None, 0
     for match in _SPANS.finditer(text):
         if text[end : match.start()].strip(" \n,;"):
@@ -74,7 +74,7 @@ def spans_in(text: str) -> Iterator[Written]:
 
 
 def objects_in(text: str) -> Iterator[Written]:
-    """What JSON objects in a text say, within a fence of Markdown or not, nested or not, and also of a list cut off."""
+    """Yield boxes and points of JSON objects in a text, which may be fenced, nested, or in a list that is cut off."""
     decoder, at, num_failures, wasted = json.JSONDecoder(), text.find("{"), 0, 0
     most = max(MAX_WASTED, 4 * len(text))
     while at >= 0 and num_failures < MAX_FAILURES and wasted < most:
@@ -88,13 +88,13 @@ def objects_in(text: str) -> Iterator[Written]:
 
 
 def _position(error: ValueError | RecursionError, text: str) -> int:
-    """How far a text was parsed, at most. Of a string without an end, the error has the beginning."""
+    """Return how far a text was parsed, at most; for an unterminated string, the error has its beginning."""
     is_known = isinstance(error, json.JSONDecodeError) and not error.msg.startswith("Unterminated")
     return error.pos if is_known else len(text)
 
 
 def _in_value(value: Any) -> Iterator[Written]:
-    rest = [value]  # and no recursion: each box would pass through all levels above it
+    rest = [value]  # no recursion, in which each box would pass through all levels above it
     while rest:
         value = rest.pop()
         if isinstance(value, dict):
@@ -118,7 +118,7 @@ def _is_coordinate(value: Any) -> bool:
 
 
 def _geometries(items: Sequence[MultiModalItem]) -> tuple[Mapping[int, ImageGeometry], bool]:
-    """The geometry of each image by its index, and whether the request has one image and nothing else."""
+    """Return the geometry of each image by its index, and whether the request has one image and nothing else."""
     known = {item.index: item.geometry for item in items if item.geometry is not None}
     return known, len({(item.modality, item.index) for item in items}) == 1
 
@@ -126,7 +126,7 @@ def _geometries(items: Sequence[MultiModalItem]) -> tuple[Mapping[int, ImageGeom
 def _placed(
     written: Written, box_format: BoxFormat, geometries: Mapping[int, ImageGeometry], is_single: bool
 ) -> Box | Point | None:
-    """In pixels of its image; None if it is not known which image that is, or how large."""
+    """Convert it to pixels of its image; return None if the image or its size is unknown."""
     image = 0 if is_single else written.image
     if (geometry := geometries.get(image)) is None:
         return None

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: adds requests, steps, delivers what is new, and frees memory when it is idle."""
+"""The thread that owns an engine: it adds requests, steps, delivers new outputs, and frees an idle engine's memory."""
 
 import logging
 import threading
@@ -26,25 +26,25 @@ logger = logging.getLogger(__name__)
 
 
 class ReleasableEngine:
-    """An engine that gives back its memory while it has nothing to do, and is loaded again for the next request.
+    """An engine that releases its memory while it is idle, and is reloaded for the next request.
 
-    The thread that owns the engine uses it; others may read `engine` and `is_released`. A released engine has freed its
-    weights, its caches and its further processes. What is known of its model stays.
+    Only the thread that owns the engine calls it; other threads may read `engine` and `is_released`. A released engine
+    has freed its weights and caches and has ended its worker processes; its configs and its tokenizer remain.
 
     Args:
-        after: seconds without work after which it is released; None keeps it.
-        on_made: called with each engine, before it gets requests.
+        after: seconds without work after which the engine is released; None never releases it.
+        on_made: called with each engine before it gets requests.
     """
 
     def __init__(self, engine: LLMEngine, after: float | None, on_made: Callable[[LLMEngine], None]):
         self.engine, self.is_released = engine, False
-        self.failure: str | None = None  # why it could not be loaded again, when that was tried last
+        self.failure: str | None = None  # why the last attempt to reload it failed
         self._after, self._on_made = after, on_made
         on_made(engine)
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """For work, before `release` is to be called; None waits for ever."""
+        """Seconds to wait for work before calling `release`; None waits forever."""
         return None if self.is_released else self._after
 
     def release(self) -> None:
@@ -55,15 +55,15 @@ class ReleasableEngine:
         logger.info("the engine has had no request for %g s and has released its memory", self._after)
 
     def load(self) -> None:
-        """Load the engine again if it is released; raises RequestFailed if that fails, and may be called again."""
+        """Reload the engine if it is released; raise RequestFailed if that fails, but a later call may succeed."""
         if not self.is_released:
             return
         begin, self.failure = time.perf_counter(), None
         try:
             engine = self.engine.reload()
-        except Exception as error:  # for example because another program has taken the memory meanwhile
+        except Exception as error:  # for example because another program has taken the memory
             self.failure = f"the released model cannot be loaded again: {first_line(error)}"
-        if self.failure is not None:  # outside: the error's frames hold what was loaded
+        if self.failure is not None:  # outside the handler: the error's frames hold what was loaded
             collect_everything(self.engine.device)
             raise RequestFailed(self.failure)
         self._on_made(engine)
@@ -72,12 +72,12 @@ class ReleasableEngine:
 
 
 class Receiver(Protocol):
-    """What gets the deltas of one request."""
+    """The receiver of one request's deltas."""
 
     request_id: str
     arrival_time: float
     num_completions: int
-    ended: Future[None]  # done once no deltas are wanted any more
+    ended: Future[None]  # done when no more deltas are wanted
 
 
 class Started(Enum):
@@ -92,7 +92,7 @@ RequestEvent = tuple[Receiver, Item]
 
 
 def is_last(item: Item) -> bool:
-    """Whether a request has ended with this item."""
+    """Return whether a request ends with this item."""
     return isinstance(item, Exception) or (item is not BEGUN and item.output is not None)
 
 
@@ -104,13 +104,13 @@ class _Tracked:
         self.has_begun = False
 
     def begins(self) -> bool:
-        """Whether a request that waited has begun."""
-        # The first sequence begins first: this is cheap for many requests that wait.
+        """Update and return whether the request has begun."""
+        # The first sequence begins first, so this is cheap even for many waiting requests.
         self.has_begun = self.group.seqs[0].status is not SequenceStatus.WAITING
         return self.has_begun
 
     def events(self) -> list[RequestEvent]:
-        """What is new; an error if the request failed."""
+        """Return the new deltas, or an error if the request failed."""
         output = self.group.output
         if output is not None and output.error is not None:
             return [(self._receiver, output.exception or RequestFailed(output.error))]
@@ -118,12 +118,12 @@ class _Tracked:
 
 
 class EngineThread:
-    """Runs an engine, which no other thread may touch from then on.
+    """Runs an engine in a thread; no other thread may use the engine from then on.
 
     Args:
-        deliver: called in the thread with what is new after a step.
+        deliver: called in the thread with the new events after a step.
         on_failure: called with the error that ended the engine, or the thread; nothing is delivered after it.
-        release_after: seconds without requests after which the engine's memory is freed, until the next one.
+        release_after: seconds without requests after which the engine's memory is freed until the next request.
     """
 
     def __init__(
@@ -146,23 +146,23 @@ class EngineThread:
 
     @property
     def num_tracked(self) -> int:
-        """Requests in the engine."""
+        """Number of requests in the engine."""
         return len(self._tracked)
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
-        """Give the engine a request; a refusal is delivered."""
+        """Add a request to the engine; an error is delivered to its receiver."""
         self._post(partial(self._add, receiver, prompt, params, options))
 
     def abort(self, receiver: Receiver) -> None:
-        """End a request before the next step, and deliver what it has so far."""
+        """End a request before the next step, and deliver its output so far."""
         self._post(partial(self._abort, receiver))
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of all prompts before any request that is added from now on."""
+        """Clear the prefix cache before any request that is added from now on."""
         self._post(lambda: self._engine.reset_prefix_cache())
 
     def stop(self) -> None:
-        """End the thread after the step that runs, and then the engine."""
+        """End the thread after the current step, and then the engine."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -173,7 +173,7 @@ class EngineThread:
         return replace(self._engine.stats(num_preparing), num_released=int(self._held.is_released))
 
     def engine_stats(self) -> list[EngineStats]:
-        """Statistics of each engine, without requests that are being prepared."""
+        """Return statistics of each engine, without requests in preparation."""
         return [self.stats(0)]
 
     def health(self) -> EngineHealth:
@@ -185,13 +185,13 @@ class EngineThread:
         return self._held.engine
 
     def _watch(self, engine: LLMEngine) -> None:
-        """Learn of the end of an engine's processes, also while nothing runs."""
+        """Detect the end of an engine's processes, even while no step runs."""
         worker_group = engine.model_runner.worker_group
         worker_group.on_failure = lambda: self._post(partial(self._check, engine))
         self._post(partial(self._check, engine))  # a process may have ended before `on_failure` was set
 
     def _check(self, engine: LLMEngine) -> None:
-        if engine is self._engine and not self._held.is_released:  # else its processes were ended
+        if engine is self._engine and not self._held.is_released:  # otherwise its processes have been ended
             engine.model_runner.worker_group.check()
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -205,16 +205,16 @@ class EngineThread:
                 if not self._engine.is_finished():
                     self._step()
         except BaseException as error:
-            # An engine that has failed says why as the cause.
+            # The cause of EngineFailed is the reason.
             reason = (error.__cause__ or error) if isinstance(error, EngineFailed) else error
-            if isinstance(reason, RanksFailed):  # which says all: nothing is wrong where it was noticed
+            if isinstance(reason, RanksFailed):  # the traceback only shows where it was noticed
                 logger.error("the engine failed: %s", reason)
             else:
                 logger.exception("the engine failed")
             self._on_failure(reason)
 
     def _run_commands(self) -> bool:
-        """Wait for commands or work, and run the commands; False once the thread is to stop."""
+        """Wait for commands or work, and run the commands; return False once the thread must stop."""
         with self._changed:
             has_work = self._changed.wait_for(
                 lambda: self._commands or self._stopped or not self._engine.is_finished(), self._held.seconds_to_wait
@@ -271,7 +271,7 @@ class EngineThread:
 
 
 def aborted(receiver: Receiver) -> list[RequestEvent]:
-    """The end of a request that the engine does not have."""
+    """Return the last deltas of a request that is aborted while the engine does not have it."""
     request_id, number = receiver.request_id, receiver.num_completions
     completions = [CompletionOutput("", [], "aborted", index=index) for index in range(number)]
     output = RequestOutput(request_id, completions, arrival_time=receiver.arrival_time, finish_time=time.time())

@@ -1,4 +1,4 @@
-"""Steps: packed, run and sampled; what is launched is waited for later."""
+"""Launches steps: schedules, packs, runs and samples them without waiting for the device."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mmvllm.worker.worker_group import WorkerGroup
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A step that was given to the device, unless there was an `error`, or nothing to compute."""
+    """A step that was launched on the device, unless there was an `error` or nothing to compute."""
 
     scheduled: SchedulerOutput
     watch: Stopwatch
@@ -25,7 +25,7 @@ class InflightStep:
     error: RuntimeError | MemoryError | None = None
 
     def wait(self) -> tuple[SamplerOutput, RuntimeError | MemoryError | None]:
-        """The step's tokens, or the error that ended it, on any rank."""
+        """Wait for the step's tokens and return them, or the error that ended it on any rank."""
         if self.sampled is None:
             return SamplerOutput([]), self.error
         try:
@@ -39,26 +39,26 @@ class InflightStep:
 class Executor:
     """Launches steps; nothing here waits for the device.
 
-    The device executes what it is given in order, so a step may overwrite what earlier ones read: the buffers of CUDA
-    graphs, and blocks of sequences that have finished in the meantime.
+    The device runs steps in order, so a step may overwrite what earlier ones read: the buffers of CUDA graphs, and
+    blocks of sequences that have finished in the meantime.
     """
 
     def __init__(self, runner: ModelRunner, sampler: Sampler, scheduler: Scheduler):
         self.runner, self.sampler, self.scheduler = runner, sampler, scheduler
-        self.clock: str | None = None  # of `Stopwatch`, for `StepStats.seconds`
+        self.clock: str | None = None  # clock of `Stopwatch`, for `StepStats.seconds`
 
     def launch(self) -> InflightStep:
-        """Schedule a step, then pack, run and sample it; what it needs of the step in flight is on the device."""
+        """Schedule, pack, run and sample a step; the data that it needs from the step in flight is on the device."""
         watch = Stopwatch(self.runner.device, self.clock)
         scheduled = self.scheduler.schedule()
         watch.mark("schedule")
         worker_group, ranks = self.runner.worker_group, self.runner.ranks
         if not scheduled.num_tokens:
             return InflightStep(scheduled, watch, worker_group)
-        with signals_deferred() if ranks.size > 1 else nullcontext():  # other ranks run a step that is sent
+        with signals_deferred() if ranks.size > 1 else nullcontext():  # once a step is sent, other ranks run it
             try:
                 return InflightStep(scheduled, watch, worker_group, self._run(scheduled, watch))
-            except (RuntimeError, MemoryError) as error:  # a traceback would hold the tensors
+            except (RuntimeError, MemoryError) as error:  # a traceback would keep the tensors alive
                 return InflightStep(scheduled, watch, worker_group, error=error.with_traceback(None))
             finally:
                 ranks.complete()
@@ -71,7 +71,7 @@ class Executor:
         pending = self.sampler.begin_masks(inputs.samples[0], scheduled)
         try:
             logits = self.runner.run(inputs, watch)
-        finally:  # also after an error: threads read the sequences, which change then
+        finally:  # also after an error: threads read the sequences, which change after it
             masks = None if pending is None else pending.wait()
         if watch.encoding is not None:
             for seq in scheduled.encoded_sequences():

@@ -1,4 +1,4 @@
-"""Python's garbage collection in processes that serve for long."""
+"""Python's garbage collection in long-running processes."""
 
 import gc
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from mmvllm.utils.memory_limit import return_freed_memory
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Inside, what exists at the beginning is not searched for garbage; a million objects of torch are, otherwise.
+    """Exclude objects that exist on entry, about a million in torch, from garbage collection until exit.
 
-    Searching them took a quarter of the interpreter's time of a server under load.
+    Searching them took a quarter of the interpreter's time in a server under load.
     """
     gc.freeze()
     try:
@@ -23,13 +23,13 @@ def freeze_gc() -> Iterator[None]:
 
 
 def collect_everything(device: torch.device) -> None:
-    """Free what nothing refers to, old objects included, and give the memory back to the system and the device."""
+    """Free unreferenced objects, frozen ones included, and return the memory to the system and the device."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
     if is_frozen:
         gc.freeze()
     if device.type == "cuda":
-        with suppress(RuntimeError):  # of a device that is lost
+        with suppress(RuntimeError):  # the device may be lost
             torch.cuda.empty_cache()
     return_freed_memory()

@@ -1,4 +1,4 @@
-"""Whether an engine, or several, serve requests."""
+"""The health of an engine, or of several."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 class EngineHealth:
     """The status of an engine: "ok", "failing" (requests failed in the last step), "draining", "stopped" or "failed".
 
-    Of several engines, which are listed, it is "ok" if one is, and "starting" while none is up and one may be soon.
+    With several engines, the status is "ok" if one engine's is, and "starting" while none is up but one may be soon.
     """
 
     status: str
     reason: str | None = None
-    engines: tuple["EngineHealth", ...] = ()  # each "ok", "failing" or "starting"; none where there is one engine
+    engines: tuple["EngineHealth", ...] = ()  # each "ok", "failing" or "starting"; empty if there is one engine
 
     @property
     def is_live(self) -> bool:

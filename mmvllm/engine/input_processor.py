@@ -1,4 +1,4 @@
-"""Requests -> sequence groups: what can never run is refused here."""
+"""Turns requests into sequence groups, and refuses requests that can never run."""
 
 import time
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ Prompt = Any  # a string, token ids as a list, array or tensor, or an EngineInpu
 
 
 class InputProcessor:
-    """Checks requests for one model; `seed` is that of requests that bring none of their own."""
+    """Checks requests for one model and creates their sequences; `seed` is used for requests without a seed."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class InputProcessor:
         self._constraints = ConstraintFactory(tokenizer, config.vocab_size)
 
     def go_on_from(self, other: "InputProcessor") -> None:
-        """Give requests without a seed those that the other one would have given them, and take its grammars."""
+        """Continue the other processor's series of seeds for requests without one, and share its grammars."""
         self._unseeded, self._grammars = other._unseeded, other._grammars
 
     def engine_input(
@@ -73,7 +73,7 @@ class InputProcessor:
         return input_from_tensors(self._rules, token_ids, **tensors)
 
     def warmup_input(self) -> EngineInput:
-        """A short prompt, with an image if the model takes images."""
+        """Return a short prompt, with an image if the model takes images."""
         token_ids = [0] * max(1, min(16, self._max_model_len - 2))
         rules = self._rules
         if rules is None or len(token_ids) < 4 or not self._encoder_cache.fits(4):
@@ -97,7 +97,7 @@ class InputProcessor:
         prompt_logprobs_from: int = 1,
         adapter: Adapter | None = None,
     ) -> SequenceGroup:
-        """The sequences of a request; raises RequestError for one that can never run."""
+        """Create the sequences of a request; raise RequestError for a request that can never run."""
         _check_types(
             sampling_params=(params, SamplingParams),
             request_id=(request_id, str | None),
@@ -144,13 +144,13 @@ class InputProcessor:
                 adapter=adapter,
                 constraints=constraints,
                 waits_for_tokens=bool(depends_on_text),
-                prompt_outputs=None if i else prompt_outputs,  # of the sequence that computes the prompt
+                prompt_outputs=None if i else prompt_outputs,  # only for the sequence that computes the prompt
             )
             seqs.append(seq)
         return SequenceGroup(seqs, trace_headers, prompt.preparation, prompt.text, beams=self._beams(params, seqs))
 
     def _completion_text(self, params: SamplingParams) -> CompletionText | None:
-        """In which stop strings are looked for, if there are any."""
+        """Return the text in which stop strings are searched, or None without stop strings."""
         return CompletionText(self._tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
 
     def _beams(self, params: SamplingParams, seqs: list[Sequence]) -> Beams | None:
@@ -169,14 +169,14 @@ class InputProcessor:
     def _check_pooling(self, pooling: PoolingParams | None, params: SamplingParams) -> None:
         if pooling is not None:
             pooling.check_dimensions(self._config.hidden_size)
-            if replace(params, seed=None) != SamplingParams():  # every request to one of several engines has a seed
+            if replace(params, seed=None) != SamplingParams():  # with several engines, every request has a seed
                 message = "an embedding is not sampled; leave sampling_params out"
                 raise RequestError(message, param="sampling_params", value=params)
 
     def _prompt_outputs(
         self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None, first: int
     ) -> PromptOutputs | None:
-        """What is wanted of the prompt's hidden states; `first` is the first token whose log-probability is."""
+        """Return the state of the outputs requested for the prompt; log-probabilities begin at token `first`."""
         num_tokens = len(prompt.token_ids)
         if pooling is not None:
             return PoolingState.of(pooling, num_tokens)
@@ -187,7 +187,7 @@ class InputProcessor:
         return PromptLogprobs(first - 1, num_tokens - 1, min(params.prompt_logprobs, self._config.vocab_size))
 
     def _max_num_tokens(self, prompt: EngineInput, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Tokens of prompt and completion. The checkpoint's own limit applies unless `ignore_eos` is set."""
+        """Return the maximum length of prompt and completion; the checkpoint's limit applies unless `ignore_eos`."""
         if pooling is not None:
             return len(prompt.token_ids)
         limit = self._config.max_new_tokens
@@ -208,7 +208,7 @@ class InputProcessor:
                 )
 
     def _check_can_go_on(self, params: SamplingParams) -> None:
-        """Before `min_tokens` no token that ends the completion may follow, so another one must be allowed."""
+        """Refuse `min_tokens` if every allowed token ends the completion, which may not end before `min_tokens`."""
         allowed = range(self._config.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
         if params.min_tokens and params.end_ids(self._eos_token_ids).issuperset(allowed):
             reason = f"is {params.min_tokens}, but every token that is allowed ends the completion; lower it"
@@ -255,7 +255,7 @@ class InputProcessor:
 
 
 def _check_types(**given: tuple[Any, Any]) -> None:
-    """Each argument is a (value, type or union of types) pair."""
+    """Raise ParameterError for a value of another type; arguments are (value, type or union of types) pairs."""
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise ParameterError(name, value, str(getattr(kind, "__name__", kind)))

@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 HAS_EXITED = "the engine has exited; make a new one"
-# Computed before the first request. Together they take every path of the sampler, whose kernels are compiled when they
-# are first used.
+# Parameters of the warm-up requests. Together they use every path of the sampler, whose kernels are compiled on their
+# first use.
 WARMUP_PARAMS = (
     SamplingParams(max_tokens=2, ignore_eos=True, seed=0),
     SamplingParams(
@@ -82,9 +82,9 @@ class LLMEngine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         **engine_args: Any,
     ):
-        """Load a checkpoint, with a `config` or with the fields of one as `engine_args`.
+        """Load a checkpoint, with a `config` or with its fields as `engine_args`.
 
-        `tokenizer` is that of an engine with the same model, which takes its time and memory once.
+        `tokenizer` may come from another engine with the same model, which saves time and memory.
         """
         if config is not None and engine_args:
             raise TypeError(f"LLMEngine was given a config and {', '.join(engine_args)}; give one or the other")
@@ -98,7 +98,7 @@ class LLMEngine:
         eos_token_ids = eos_token_ids_of(self.model_config, self.tokenizer)
         self.grammars = GrammarCompiler(self.tokenizer, eos_token_ids, self.model_config.vocab_size)
         self.model_runner = start_runner(checkpoint)
-        self.device = self.model_runner.device  # that prompts' patches are copied to; of rank 0, if there are several
+        self.device = self.model_runner.device  # the device of rank 0, which prompts' patches are copied to
         self.attention, self.max_model_len = self.model_runner.attention, self.model_runner.max_model_len
         self.block_size = self.model_runner.block_size
         bytes_per_embed = self.model_config.mm_embed_size * self.model_runner.dtype.itemsize
@@ -133,15 +133,15 @@ class LLMEngine:
         self.recovery = Recovery(self.scheduler, self.model_runner)
         self.on_step: Callable[[StepStats], None] | None = None  # called after every step
         self.on_finished: Callable[[SequenceGroup], None] | None = None  # called with each request that has an output
-        # Nothing overlaps where a launch waits: for values, or on a CPU for the computation itself.
+        # Steps do not overlap if a launch waits, for values or, on a CPU, for the computation itself.
         overlaps = self.model_runner.device.type == "cuda" and self.attention.in_graphs
         self._schedules_ahead = overlaps if config.async_scheduling is None else config.async_scheduling
-        # The next step, where it was launched before this one's tokens were known.
+        # The next step, if it was launched before this one's tokens were known.
         self._ahead: InflightStep | None = None
         self._request_numbers = count()
         self._is_exiting = self._exited = False
         self._exit_reason = HAS_EXITED
-        self._failure: str | None = None  # why nothing can be computed any more
+        self._failure: str | None = None  # why the engine can compute nothing any more
         self._meter = Meter()
         atexit.register(_exit_if_alive, weakref.ref(self))
         if not config.skip_warmup:
@@ -150,22 +150,22 @@ class LLMEngine:
             except BaseException:
                 self.exit()
                 raise
-            self._meter = Meter()  # without the warm-up
+            self._meter = Meter()  # excludes the warm-up
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
-        """Make an engine from vLLM-style arguments. Raises TypeError for `mm_processor_kwargs`, which `LLM` takes."""
+        """Create an engine from vLLM-style arguments; raise TypeError for `mm_processor_kwargs`, which `LLM` takes."""
         given = asdict(args)
         if given.pop("mm_processor_kwargs") is not None:
             raise TypeError("LLMEngine takes no mm_processor_kwargs; give them to LLM, or with each request")
         return cls(given.pop("model"), **given)
 
     def reload(self) -> "LLMEngine":
-        """Return a new engine with the same model and config, after `exit` of this one; raises as the constructor does.
+        """Return a new engine with the same model and config, after `exit` of this one; raise like the constructor.
 
-        The new engine goes on with the counts of this one: the number of requests, whose own random generators would
-        otherwise repeat themselves, and `stats`. It shares the compiled grammars and the adapters that were read,
-        because requests are prepared with this engine.
+        The new engine continues the counts of this one: `stats`, and the numbers of requests, because their random
+        generators would otherwise repeat. It shares the compiled grammars and the adapters that were read, because
+        requests are prepared with this engine.
         """
         engine = LLMEngine(self._folder, self.config, tokenizer=self.tokenizer)
         engine.input_processor.go_on_from(self.input_processor)
@@ -176,13 +176,13 @@ class LLMEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that run at the same time, at most."""
+        """Maximum number of sequences that run at the same time."""
         return self.config.max_num_seqs
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+        """Return the checkpoint's sampling parameters over mmvllm's defaults, and `changes` over both.
 
-        Raises ValueError for a wrong value, and TypeError for an unknown name.
+        They come from generation_config.json. Raises ValueError for a wrong value, TypeError for an unknown name.
         """
         return SamplingParams(**with_defaults(changes, dict(self.model_config.sampling_defaults)))
 
@@ -206,12 +206,12 @@ class LLMEngine:
         Args:
             prompt: an `EngineInput` from a processor; or text, or token ids (a list, an array or a tensor) with the
                 placeholders already expanded.
-            pixel_values: (P, patch_dim) of all images packed, or one array each: uint8 patches or normalised floats.
+            pixel_values: (P, patch_dim) of all images packed, or one array each: uint8 patches or normalized floats.
             image_grid_thw: (number of images, 3), in patches.
-            vision_placeholders: (offset, length) of each image's tokens; found in the prompt where not given.
-            image_digests: bytes that identify each image in the caches; computed where not given.
+            vision_placeholders: (offset, length) of each image's tokens; found in the prompt by default.
+            image_digests: bytes that identify each image in the caches; computed by default.
             pixel_values_videos, video_grid_thw: the same for videos.
-            second_per_grid_ts: seconds from one temporal patch of a video to the next, where the model uses them.
+            second_per_grid_ts: seconds between consecutive temporal patches of a video, if the model uses them.
             options: see `add`.
         """
         prepared = self.input_processor.engine_input(
@@ -247,11 +247,11 @@ class LLMEngine:
             priority: lower runs first; among equals, the earlier arrival.
             cache_salt: prefix cache entries are shared only among requests with the same salt.
             trace_headers: kept with the request for the caller.
-            pooling: the output has the `embedding` of the prompt, and nothing is generated.
-            prompt_logprobs_from: token of the prompt that `SamplingParams.prompt_logprobs` begin at; what precedes it
-                may come from the prefix cache.
-            lora_request: the adapter that it uses; read here unless `load_adapter` has read it.
-            keeps_logprobs: False removes log-probabilities of completions once a delta has them; the output has none.
+            pooling: compute the `embedding` of the prompt and generate nothing.
+            prompt_logprobs_from: index of the prompt token at which `SamplingParams.prompt_logprobs` begin; earlier
+                tokens may come from the prefix cache.
+            lora_request: the adapter of the request; read here unless `load_adapter` has read it.
+            keeps_logprobs: False drops a completion's log-probabilities once a delta has them; the output has none.
         """
         self.check_alive()
         request_id = self.new_request_id() if request_id is None else request_id
@@ -274,10 +274,10 @@ class LLMEngine:
         return group
 
     def generate(self, prompts: Iterable[Prompt], sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
-        """Add requests with the same parameters and step until all have finished; outputs in the order of the prompts.
+        """Add requests with the same parameters and step until all have finished; return outputs in the prompts' order.
 
-        Raises RuntimeError while other requests are in flight, and what `add_request` and `step` raise. `LLM.generate`
-        prepares requests meanwhile, and may run beside others.
+        Raises RuntimeError while other requests are in flight, and any error of `add_request` and `step`.
+        `LLM.generate` prepares requests while the engine steps, and may run beside other calls.
         """
         if not self.is_finished():
             raise RuntimeError(f"{len(self.scheduler.groups)} requests are in flight; finish or abort them")
@@ -294,7 +294,7 @@ class LLMEngine:
         return [outputs[request_id] for request_id in request_ids]
 
     def load_adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
-        """Read a request's adapter, in any thread, so that the engine need not; raises RequestError for a wrong one."""
+        """Read a request's adapter, in any thread, before the engine needs it; raise RequestError if it is invalid."""
         if lora_request is None:
             return None
         if not self.config.enable_lora:
@@ -309,23 +309,23 @@ class LLMEngine:
         return AdapterStore(model, regions, self.config.max_lora_rank, runner.dtype, runner.device)
 
     def new_request_id(self) -> str:
-        """An id that no request in flight has."""
+        """Return an id that no request in flight has."""
         ids = (f"auto-{number}" for number in self._request_numbers)
         return next(request_id for request_id in ids if request_id not in self.scheduler.groups)
 
     def delta_stream(self, group: SequenceGroup) -> DeltaStream:
-        """Follows a request, from its beginning."""
+        """Return a stream that follows a request from its beginning."""
         return self.output_processor.delta_stream(group)
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one step; return the requests that finished in it and the number of tokens computed.
 
-        With `async_scheduling` the next batch is launched before this one's tokens are waited for, so that the device
-        computes while the host commits this step and schedules the one after. If several sequences run out of
-        memory together, none is lost: they compute again, half as many at once. If one does alone, or the device fails
-        in another way, the requests of this batch finish with `error` and the engine serves the others. Raises
-        EngineFailed, then and from then on, if the device is lost, as after an illegal memory access: all requests have
-        finished with `error`.
+        With `async_scheduling`, the next batch is launched before waiting for this one's tokens: the device computes
+        while the host commits this step and schedules the one after. If several sequences run out of memory together,
+        none is lost: they are recomputed, half as many at once. If a single one does, or the device fails in another
+        way, the requests of this batch finish with `error` and the engine serves the others. If the device is lost, as
+        after an illegal memory access, all requests finish with `error`, and this call and all later ones raise
+        EngineFailed.
         """
         self._check_usable()
         num_tokens = self.output_processor.num_tokens
@@ -333,7 +333,7 @@ class LLMEngine:
             try:
                 self.model_runner.worker_group.check()
                 if self._ahead is None:
-                    self.model_runner.worker_group.settle()  # a step whose end was interrupted may have reports
+                    self.model_runner.worker_group.settle()  # an interrupted step may have left reports
                 launched = self._ahead or self.executor.launch()
                 self._ahead = self._launch_ahead() if launched.error is None else None
                 tokens, error = launched.wait()
@@ -360,7 +360,7 @@ class LLMEngine:
     ) -> list[SequenceGroup]:
         if error is None:
             return self.scheduler.postprocess(launched.scheduled, tokens)
-        self._ahead = None  # the sequences of a step launched behind one that failed are preempted, or have ended
+        self._ahead = None  # sequences of a step launched behind the failed one are preempted, or have ended
         return self.recovery.recover(launched.scheduled, error)
 
     def _fail(self, error: BaseException) -> NoReturn:
@@ -370,25 +370,25 @@ class LLMEngine:
         raise EngineFailed(f"the engine failed: {self._failure}") from error
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request at any moment and return what it has so far; None if it is unknown or has finished."""
+        """End a request at any time and return its output so far; None if it is unknown or has finished."""
         group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
         self._drop_ahead_if_idle()
         return None if group is None else self._finish(group)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of all prompts: those that follow are computed from their beginning."""
+        """Forget the KV of all prompts; later prompts are computed from their beginning."""
         self.scheduler.block_manager.forget()
 
     def stats(self, num_preparing: int = 0) -> EngineStats:
         """Return the current state, and totals without the warm-up; may be called in any thread.
 
         Args:
-            num_preparing: requests that the caller prepares for this engine.
+            num_preparing: number of requests that the caller prepares for this engine.
         """
         return self._meter.stats(self.scheduler, num_preparing)
 
     def is_finished(self) -> bool:
-        """Whether nothing is waiting or running."""
+        """Return whether no request is waiting or running."""
         return self.scheduler.is_finished()
 
     def has_unfinished_requests(self) -> bool:
@@ -409,13 +409,13 @@ class LLMEngine:
         return seconds
 
     def begin_exit(self) -> None:
-        """Refuse requests and steps from now on, for any thread; a step that runs is finished before `exit`."""
+        """Refuse requests and steps from now on; may be called in any thread. A running step finishes before `exit`."""
         self._is_exiting = True
 
     def exit(self, reason: str = HAS_EXITED) -> None:
-        """Abort what is in flight and free the device's memory; safe to call twice, and called at interpreter exit.
+        """Abort all requests and free the device's memory; may be called twice, and is called at interpreter exit.
 
-        `reason` is what requests and steps are refused with from then on.
+        `reason` is the error message for later requests and steps.
         """
         self._exit_reason = reason
         if self._exited or not self.process.is_here:  # a fork has none of the engine's threads and processes
@@ -425,9 +425,9 @@ class LLMEngine:
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)
         device = self.model_runner.device
-        with suppress(RuntimeError):  # of a device that is lost, whose memory is freed when the process ends
+        with suppress(RuntimeError):  # the device may be lost; its memory is freed when the process ends
             if device.type == "cuda":
-                # With a step that was launched ahead, for requests that have ended: other ranks take part in it.
+                # Includes a step launched ahead for requests that have ended, because other ranks take part in it.
                 torch.cuda.synchronize(device)
         self.model_runner.worker_group.exit()
         del self.model_runner, self.executor, self.recovery
@@ -465,13 +465,13 @@ class LLMEngine:
             self.on_step(stats)
 
     def _drop_ahead_if_idle(self) -> None:
-        """A step that is computed for sequences that have all ended need not be waited for.
+        """Drop a step that was launched ahead if all its sequences have ended, without waiting for it.
 
-        It may have failed, without the embeddings of the items that it was to encode.
+        The step may have failed, and then the embeddings of the items that it was to encode are missing.
         """
         if self._ahead is not None and self.scheduler.is_finished():
             self._ahead = None
-            with suppress(RanksFailed):  # which the next step finds
+            with suppress(RanksFailed):  # the next step detects it
                 self.recovery.undo()
 
 

@@ -1,4 +1,4 @@
-"""What becomes of requests when a step fails: nothing is lost that can be computed again."""
+"""Recovers from failed steps: no request is lost that can be recomputed."""
 
 import logging
 
@@ -14,22 +14,22 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Brings scheduler, encoder cache and runner back into agreement after a step that did not complete."""
+    """Makes scheduler, encoder cache and runner agree again after a step that did not complete."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner):
         self._scheduler, self._runner = scheduler, runner
 
     def undo(self) -> None:
-        """A step was interrupted: what it scheduled may not have been computed, and computes again."""
+        """Preempt all sequences after a step was interrupted, because it may not have computed what it scheduled."""
         self._scheduler.preempt_all()
         self._agree_on_encoder_outputs()
 
     def recover(self, scheduled: SchedulerOutput, error: RuntimeError | MemoryError) -> list[SequenceGroup]:
-        """A step failed; return the requests that end with an error. A step launched after it must be dropped.
+        """Recover from a failed step and return the requests that end with an error; drop a step launched after it.
 
-        Sequences that ran out of memory together compute again, half as many at once. Otherwise the requests of this
-        step fail, and the others of the step launched after it compute again. An error that `is_fatal` is raised again:
-        nothing can be computed.
+        Sequences that ran out of memory together are recomputed, half as many at once. Otherwise, the requests of this
+        step fail, and the others of the step launched after it are recomputed. An error that `is_fatal` is raised
+        again, because nothing can be computed.
         """
         if is_fatal(error):
             raise error
@@ -44,7 +44,7 @@ class Recovery:
         return failed
 
     def end_all(self, reason: str) -> list[SequenceGroup]:
-        """End every request, waiting ones too, with an error: the device is lost. Returns them."""
+        """End all requests, waiting ones too, with an error because the device is lost, and return them."""
         return [
             self._scheduler.abort_seq_group(request_id, FinishReason.ERROR, reason)
             for request_id in [*self._scheduler.groups]
@@ -53,7 +53,7 @@ class Recovery:
     def _reduce_batch_size(self, num_seqs: int, error: RuntimeError | MemoryError) -> None:
         self._scheduler.reduce_batch_size(num_seqs)
         logger.warning(
-            "a step of %d sequences ran out of memory; they compute again, and at most %d run at once from now on, "
+            "a step of %d sequences ran out of memory; they are recomputed, and at most %d run at once from now on, "
             "one more after every %d steps: %r",
             *(num_seqs, self._scheduler.seq_limit, RECOVERY_STEPS, error),
         )

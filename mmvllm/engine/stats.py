@@ -24,16 +24,16 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  #
 class StepStats:
     """Statistics of one step; `seconds` has the time of each phase that ran, if the executor has a `clock`.
 
-    These are "schedule", "pack", "send" (to other ranks), "vision", "copy", "decoder", "sample", "append" and "commit".
-    "commit" is left out where the next step was launched before it: it takes none of the device's time there.
+    The phases are "schedule", "pack", "send" (to other ranks), "vision", "copy", "decoder", "sample", "append" and
+    "commit". "commit" is left out if the next step was launched before it, because it then takes no device time.
     """
 
     end: float  # time.perf_counter()
     seconds: dict[str, float]
-    num_prefill_tokens: int  # of prompts, or computed again after a preemption
+    num_prefill_tokens: int  # of prompts, or recomputed after a preemption
     num_decode_tokens: int
-    num_images: int  # encoded, and temporal patches of videos
-    num_new_images: int  # of requests that began
+    num_images: int  # encoded images, and temporal patches of videos
+    num_new_images: int  # images of requests that began
     num_patches: int
     num_running: int
     num_waiting: int
@@ -41,7 +41,7 @@ class StepStats:
 
 
 def step_stats(step: SchedulerOutput, scheduler: Scheduler, seconds: dict[str, float]) -> StepStats:
-    """Call it after the step's commit: running and waiting sequences are counted then."""
+    """Return the statistics of a step, after its commit: they count the sequences that run and wait now."""
     num_decode_tokens = len(step.decodes)
     return StepStats(
         end=time.perf_counter(),
@@ -59,9 +59,9 @@ def step_stats(step: SchedulerOutput, scheduler: Scheduler, seconds: dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The number of steps by the tokens that they computed: of at most each of `STEP_SIZES`, and of more."""
+    """The number of steps by computed tokens: up to each bound in `STEP_SIZES`, and above the last one."""
 
-    counts: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # each step is in one of them
+    counts: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # each step is counted once
     num_tokens: int = 0  # of all steps
 
     def __add__(self, other: "StepSizes") -> "StepSizes":
@@ -72,19 +72,19 @@ class StepSizes:
 class EngineStats:
     """An engine's current state, and `TOTALS` since it started."""
 
-    num_preparing: int = 0  # requests: admitted, and not in the engine yet
+    num_preparing: int = 0  # requests that are admitted but not in the engine yet
     num_waiting: int = 0  # sequences
     num_running: int = 0
     num_used_blocks: int = 0
     num_blocks: int = 0
-    num_released: int = 0  # engines that have freed their memory, until the next request
+    num_released: int = 0  # engines that have freed their memory until the next request
     prompt_tokens_per_s: float = 0.0  # computed, over the last seconds
     output_tokens_per_s: float = 0.0
     num_finished: int = 0  # requests
     num_prompt_tokens: int = 0  # of finished requests
-    num_cached_tokens: int = 0  # of these
+    num_cached_tokens: int = 0  # of these prompt tokens
     num_output_tokens: int = 0
-    num_images: int = 0  # of requests that have begun, and temporal patches of their videos
+    num_images: int = 0  # images, and temporal patches of videos, of requests that have begun
     num_encoded_images: int = 0
     num_preemptions: int = 0
     step_sizes: StepSizes = StepSizes()
@@ -94,7 +94,7 @@ class EngineStats:
         return EngineStats(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def totals(self) -> "EngineStats":
-        """What stays of them when the engine ends."""
+        """Return the statistics that remain when the engine ends."""
         return EngineStats(**{name: getattr(self, name) for name in TOTALS})
 
     @property
@@ -134,7 +134,7 @@ class Meter:
             self._recent_prompt_tokens.add(step.num_prefill_tokens)
 
     def add_outputs(self, outputs: Sequence[RequestOutput], num_tokens: int) -> None:
-        """Count requests that have finished in a step, and the tokens that all requests got in it."""
+        """Count the requests that finished in a step, and the tokens that it generated for all requests."""
         with self._lock:
             self._finished += len(outputs)
             self._prompt_tokens += sum(output.num_prompt_tokens for output in outputs)
@@ -166,7 +166,7 @@ class Meter:
 
 
 class _RecentSum:
-    """The sum of what was added in the last seconds; neither adding nor reading takes longer the more there is."""
+    """The sum of the counts added in the last seconds; adding and reading take amortized constant time."""
 
     def __init__(self):
         self._added: deque[tuple[float, int]] = deque()  # (when, count)

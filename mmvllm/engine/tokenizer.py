@@ -13,18 +13,18 @@ from mmvllm.processors.chat.special_tokens import splitting
 from mmvllm.utils.patterns import PatternError, check_repeats_no_choice
 from mmvllm.utils.text import beginning_of, check_file_size, load_json, printable, read_text
 
-# What transformers reads whole, of tokenizers of any class.
+# Files that transformers reads whole, for tokenizers of any class.
 FILES = (
     *("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json", "config.json"),
     *("chat_template*", "additional_chat_templates/*"),
 )
-MAX_ADDED_TOKEN = 1000  # characters: texts are searched for each of these tokens
+MAX_ADDED_TOKEN = 1000  # characters; texts are searched for each added token
 
 
 def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template that transformers' processor would have, or that of a file, or as given.
+    """Load the tokenizer, with `chat_template` (a file or a template), or the one of transformers' processor.
 
-    Raises ValueError for a folder without a tokenizer that can be used, and for a template that cannot be read.
+    Raises ValueError for a folder without a usable tokenizer, and for a template that cannot be read.
     """
     for file in (file for pattern in FILES for file in folder.glob(pattern)):
         check_file_size(file)
@@ -36,7 +36,7 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
         raise ValueError(f"{folder} has no tokenizer that transformers can load: {reason}") from error
     if not isinstance(most := tokenizer.model_max_length, int | float):
         raise ValueError(f"{folder / 'tokenizer_config.json'}: model_max_length must be a number, got {most!r:.50}")
-    if not tokenizer.encode("a", add_special_tokens=False):  # transformers makes an empty one without files
+    if not tokenizer.encode("a", add_special_tokens=False):  # without files, transformers creates an empty tokenizer
         raise ValueError(
             f"{folder} has no tokenizer: tokenizer.json, or vocab.json and merges.txt, must be there; download it again"
         )
@@ -59,12 +59,12 @@ def _given_template(given: str | PathLike) -> str:
         return given
     try:
         return read_text(Path(given)).replace("\r\n", "\n")
-    except (OSError, ValueError) as error:  # for example, it is no text
+    except (OSError, ValueError) as error:  # for example, it is not a text file
         raise ValueError(f"chat_template: {given} cannot be read ({error}); give a file or a Jinja template") from None
 
 
 def _processor_template(folder: Path) -> str | None:
-    """The template of older checkpoints, which transformers' processors prefer to the tokenizer's."""
+    """Return the template of older checkpoints, which transformers' processors prefer to the tokenizer's."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None
@@ -79,7 +79,7 @@ def _processor_template(folder: Path) -> str | None:
 
 
 def _expressions(backend: Tokenizer) -> Iterator[str]:
-    """All that the tokenizers library matches texts with."""
+    """Yield all regular expressions that the tokenizers library matches texts with."""
     parts = [backend.normalizer, backend.pre_tokenizer, backend.decoder]
     parts = [json.loads(part.__getstate__()) for part in parts if part is not None]
     while parts:
@@ -91,5 +91,5 @@ def _expressions(backend: Tokenizer) -> Iterator[str]:
 
 
 def eos_token_ids_of(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end a completion, from the model's configs and the tokenizer."""
+    """Return the ids that end a completion, from the model's configs and the tokenizer."""
     return config.eos_token_ids | {tokenizer.eos_token_id} - {None}

@@ -1,1 +1,1 @@
-"""`LLM` and `AsyncLLM`: requests prepared in workers, admitted, scored; metrics and traces of requests."""
+"""The entry points `LLM` and `AsyncLLM`, with request preparation, admission, scoring, metrics and traces."""

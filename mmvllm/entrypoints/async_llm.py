@@ -1,10 +1,10 @@
-"""`AsyncLLM`: one engine, or several, for many concurrent requests, whose completions are streamed.
+"""`AsyncLLM` serves many concurrent requests with one or more engines, and streams their completions.
 
     generate() ── admitted, or EngineBusy ── prepared in a pool ── engine thread ── deltas ── the caller's event loop
 
-A single engine on one device runs in a thread; several engines, or one with several ranks, run in processes. A request
-has a `_Stream` from its admission until it ends: with its last delta, an error, an abort, the deadline, or a caller
-that cancels it. `_end` is the only place that ends one.
+A single engine on one device runs in a thread; several engines, or one with several ranks, run in processes. Each
+request has a `_Stream` from its admission to its end: the last delta, an error, an abort, the deadline or a
+cancellation. Only `_forget` marks a stream as ended.
 """
 
 import asyncio
@@ -68,15 +68,15 @@ from mmvllm.structured.params import StructuredOutputsParams
 from mmvllm.utils.arguments import check_int
 from mmvllm.utils.forks import OwnProcess
 
-Give = Callable[[Request, EngineInput], None]  # takes a request that has been prepared, in a worker thread
+Give = Callable[[Request, EngineInput], None]  # receives a prepared request in a worker thread
 
 MAX_UNREAD_BYTES = 256 << 20
-UNREAD = "unread"  # `param` of the error about them, which no parameter causes
-TOO_MUCH_UNREAD = "too much of the completions waits to be read; read them faster, or ask for less at once"
+UNREAD = "unread"  # `param` of the error about unread deltas, which no parameter causes
+TOO_MUCH_UNREAD = "too many bytes of completions are unread; read them faster, or request less at once"
 
 
 class _Stream:
-    """A request from its admission to its end. `get` is called in the event loop of the request."""
+    """A request from its admission to its end. `get` is awaited in the request's event loop."""
 
     def __init__(self, request_id: str, num_completions: int, loop: asyncio.AbstractEventLoop):
         self.request_id, self.num_completions, self.loop = request_id, num_completions, loop
@@ -90,23 +90,23 @@ class _Stream:
         self._num_given = self._num_taken = 0  # bytes; the latter is written in the event loop only
         self._is_dropped = False
         self.has_ended = False  # guarded by the engine's lock
-        self.ended: Future[None] = Future()  # done then
-        self._items: deque[Delta | EngineInput | Exception] = deque()  # used in the event loop only, as is what follows
-        self._waiter: asyncio.Future[None] | None = None  # of the one task that gets the items
+        self.ended: Future[None] = Future()  # done when the request has ended
+        self._items: deque[Delta | EngineInput | Exception] = deque()  # this and the next: in the event loop only
+        self._waiter: asyncio.Future[None] | None = None  # of the only task that calls `get`
 
     @property
     def num_unread(self) -> int:
-        """Bytes of the deltas that have not been taken; 0 where they are dropped."""
+        """Bytes of the deltas that the caller has not taken; 0 once deltas are dropped."""
         return 0 if self._is_dropped else self._num_given - self._num_taken
 
     def count(self, delta: Delta) -> int:
-        """Count a delta that is about to be put, in the engine's thread; returns its bytes."""
+        """Count a delta before it is put, in the engine's thread; return its bytes."""
         size = delta.num_bytes if self.limits_unread else 0
         self._num_given += size
         return size
 
     def drop(self) -> None:
-        """Ignore all further deltas; the error that is put next replaces those that have not been taken."""
+        """Ignore all further deltas; the error that is put next replaces the deltas that have not been taken."""
         self._is_dropped = True
 
     def put(self, item: Delta | EngineInput | Exception) -> None:
@@ -137,20 +137,20 @@ class AsyncLLM:
     """A model that serves many concurrent requests, from any number of tasks, event loops and threads.
 
     Args:
-        model, processor, video_backend, mm_processor_kwargs, engine_args: as for `LLM`.
-        otlp_traces_endpoint: as for `LLM`. Admitted requests that fail before an engine has them are traced, too.
-        max_waiting: requests admitted beyond `max_num_seqs`; one more is refused with `EngineBusy`.
-        data_parallel_size: number of engines, each in a separate process and with the `engine_args`; each has
-            `tensor_parallel_size` CUDA devices, from `device` on, or its part of the CPU's threads. A request goes
-            to the engine that has much of it cached, within a bound on the load. An engine that ends is started again:
-            its requests that have no token yet are computed by another, others end with `RequestFailed`.
-            With a `tensor_parallel_size` above 1, a single engine runs and is started again like that, too.
+        model, processor, video_backend, mm_processor_kwargs, engine_args: see `LLM`.
+        otlp_traces_endpoint: see `LLM`. Admitted requests that fail before they reach an engine are traced as well.
+        max_waiting: requests admitted beyond `max_num_seqs`; further requests are refused with `EngineBusy`.
+        data_parallel_size: number of engines. Each runs in a separate process with the `engine_args`, and has
+            `tensor_parallel_size` CUDA devices, from `device` on, or a share of the CPU's threads. A request goes to
+            an engine that has much of it cached, within a limit on the load. An engine whose process ends is restarted:
+            another engine computes its requests that have no token yet, and the others end with `RequestFailed`.
+            A single engine with a `tensor_parallel_size` above 1 also runs in processes and is restarted.
         release_after: seconds without requests after which the weights and caches are freed. The next request waits
-            until the model is loaded again, from its files; a random completion is what it would have been.
-        trusts_grammars: False where untrusted senders write the grammars of `SamplingParams.structured`: each new one
-            is compiled in a process first, and refused if it takes too much time or memory.
+            until the model is reloaded from its files. The results of random sampling do not change.
+        trusts_grammars: False if untrusted clients write the grammars of `SamplingParams.structured`: a separate
+            process compiles each new grammar first, which is refused if it takes too much time or memory.
 
-    Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` in the end.
+    Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` at the end.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class AsyncLLM:
         check_endpoint(otlp_traces_endpoint)
         check_processor_kwargs(mm_processor_kwargs)
         config = EngineConfig.from_arguments("AsyncLLM", model, **engine_args)
-        # Processes that share a model are started again together, if one of them is lost.
+        # If one of the processes that share a model is lost, all of them are restarted together.
         in_processes = data_parallel_size > 1 or config.tensor_parallel_size > 1
         engine = (
             DataParallelEngines(model, config, data_parallel_size, release_after)
@@ -197,13 +197,13 @@ class AsyncLLM:
         self.block_size = engine.block_size  # of the KV cache
         self.max_requests = self.max_num_seqs + max_waiting
         self.admission = AdmissionWindow(self.max_requests)
-        self.num_refused = 0  # requests, with EngineBusy
-        self._changed = threading.Condition()  # guards what follows
-        self._streams: dict[str, _Stream] = {}  # those that have not ended, in order of arrival
+        self.num_refused = 0  # requests refused with EngineBusy
+        self._changed = threading.Condition()  # guards the following fields
+        self._streams: dict[str, _Stream] = {}  # requests that have not ended, by arrival
         self._limited: weakref.WeakSet[_Stream] = weakref.WeakSet()  # with `limits_unread`, also after their end
-        self._num_unread = 0  # an upper bound of their unread bytes, which `_drop_unread` makes exact
+        self._num_unread = 0  # an upper bound on their unread bytes; `_drop_unread` makes it exact
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
-        # Grammars that take longer have a thread apart, so that others do not wait for them.
+        # Slow grammars have a separate thread, so that other grammars do not wait for them.
         self._grammars, self._slow_grammars = (ThreadPoolExecutor(n, "mmvllm-grammar") for n in (2, 1))
         if not trusts_grammars:
             engine.grammars.distrust()
@@ -214,16 +214,16 @@ class AsyncLLM:
             Dispatcher(engine, *connections) if in_processes else EngineThread(engine, *connections, release_after)
         )
         self._closing = threading.Lock()
-        # Registered after the engine's own exit handler, so run before it: the thread still uses the engine.
+        # Registered after the engine's exit handler, and therefore run before it: the thread still uses the engine.
         atexit.register(_close_if_alive, weakref.ref(self))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "AsyncLLM":
-        """Make an engine from vLLM-style arguments."""
+        """Create an engine from vLLM-style arguments."""
         return cls(**asdict(args))
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The checkpoint's own sampling parameters over mmvllm's defaults, `changes` over both."""
+        """Return mmvllm's default sampling parameters, overridden by the checkpoint's and then by `changes`."""
         return SamplingParams(**with_defaults(changes, self.sampling_defaults))
 
     async def generate(
@@ -242,18 +242,18 @@ class AsyncLLM:
         """Stream the completions of one request. Cancelling the task, or closing the generator, aborts the request.
 
         Args:
-            request: as for `LLM.generate_multimodal`; or a string or token ids, to which no chat template is applied;
-                or an async function that returns one of these, without parameters and id, and is called once the
-                request is admitted: to fetch images. Its images are read in a thread and must not change meanwhile.
+            request: a dict as for `LLM.generate_multimodal`; a string or token ids, without a chat template; or an
+                async function that returns one of these, for example after fetching images. It is called once the
+                request is admitted; a dict that it returns has no `request_id` and no `sampling_params`. Images are
+                read in a thread and must not change meanwhile.
             timeout: seconds from now until the request must be complete.
-            load: reads the request's images and videos, in a thread; for untrusted media, a session's of
+            load: reads the request's images and videos in a thread; for untrusted media, use a session of
                 `mmvllm.media.decoding.MediaDecoder`.
-            trace_headers: of the trace that the request belongs to, by W3C Trace Context: `traceparent`, `tracestate`.
-            pooling: generate nothing; there is one delta, whose output has the `embedding` of the prompt.
-            keeps_logprobs: False gives log-probabilities of completions to deltas only, so that they take no memory
-                afterwards.
-            limits_unread: for untrusted clients: once the deltas of all such requests that are not taken have
-                `MAX_UNREAD_BYTES`, the request with most of them ends with RequestError.
+            trace_headers: W3C Trace Context headers (`traceparent`, `tracestate`) of the request's trace.
+            pooling: generate no tokens; the only delta has an output with the prompt's `embedding`.
+            keeps_logprobs: False returns log-probabilities of completions in deltas only, which saves memory.
+            limits_unread: limit memory for untrusted clients: once the unread deltas of all such requests exceed
+                `MAX_UNREAD_BYTES`, the request with the most unread bytes ends with RequestError.
 
         Raises ValueError for a bad request, `EngineBusy`, `EngineStopped` or `EngineFailed` if it cannot be admitted or
         finished, `RequestFailed` if the device or the preparation fails, `DeadlineExceeded`, and whatever `request`
@@ -272,7 +272,7 @@ class AsyncLLM:
         output = error_type = None
 
         def give(request: Request, prompt: EngineInput) -> None:
-            self._engine.grammars.check(params.structured)  # of many others since then: the engine's thread never waits
+            self._engine.grammars.check(params.structured)  # again if it was evicted: the engine's thread never waits
             self._hand_over(stream, params, request, prompt, pooling)
 
         if params.structured is not None and not self._engine.grammars.has(params.structured):
@@ -294,7 +294,7 @@ class AsyncLLM:
     async def _with_grammar(
         self, request: Request | Callable[[], Awaitable[Request]], structured: StructuredOutputsParams
     ) -> Request:
-        """The request, once its grammar is compiled: in threads for grammars, so that no other request waits."""
+        """Return the request once its grammar is compiled in a separate thread, where no other request waits."""
         run, check = asyncio.get_running_loop().run_in_executor, self._engine.grammars.check
         try:
             await run(self._grammars, partial(check, structured, is_quick=True))
@@ -304,7 +304,7 @@ class AsyncLLM:
             return await request()
         if not isinstance(request, dict):
             return request
-        own = ("request_id", "sampling_params")  # which have been read
+        own = ("request_id", "sampling_params")  # already read by `generate`
         return {name: value for name, value in request.items() if name not in own}
 
     async def tokenize(
@@ -314,8 +314,9 @@ class AsyncLLM:
         timeout: float | None = None,
         load: Load | None = None,
     ) -> list[int]:
-        """The token ids that the engine would be given for a request: with its template applied and the placeholders
-        of images and videos expanded. Arguments and errors are as for `generate`; no token is generated.
+        """Return the prompt's token ids, with the chat template applied and media placeholders expanded.
+
+        Arguments and errors are as for `generate`; no token is generated.
         """
         stream = self._admit(None, 1)
 
@@ -340,7 +341,7 @@ class AsyncLLM:
         timeout: float | None = None,
         load: Load | None = None,
     ) -> EmbeddingOutput:
-        """The vector of one request, as `LLM.embed` makes it; cancelling the task aborts the request.
+        """Return the embedding of one request, like `LLM.embed`; cancelling the task aborts the request.
 
         The other arguments and the errors are as for `generate`; an aborted request raises `RequestsAborted`.
         """
@@ -360,22 +361,22 @@ class AsyncLLM:
         if stream is None:
             return False
         self._thread.abort(stream)
-        await asyncio.shield(asyncio.wrap_future(stream.ended))  # which cancelling this call must not cancel
+        await asyncio.shield(asyncio.wrap_future(stream.ended))  # cancelling this call must not cancel it
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of all prompts before any request that is prepared from now on; True, as vLLM's method."""
+        """Clear the prefix cache for all requests prepared from now on; return True, like vLLM's method."""
         self._process.check()
         self._thread.reset_prefix_cache()
         return True
 
     def position(self, request_id: str) -> int | None:
-        """A request's place among waiting requests, by arrival: 1 is the next; 0 if it runs; None if it is unknown."""
+        """Return a request's position in the queue, by arrival: 1 is next, 0 is running; None if it is unknown."""
         with self._changed:
             stream = self._streams.get(request_id)
             if stream is None or stream.has_begun:
                 return None if stream is None else 0
-            # Each is read once: the engine's thread may begin any of them meanwhile.
+            # Each flag is read once: the engine's thread may begin any request meanwhile.
             earlier = takewhile(lambda other: other is not stream, self._streams.values())
             return 1 + sum(not other.has_begun for other in earlier)
 
@@ -385,17 +386,17 @@ class AsyncLLM:
         return len(self._streams)
 
     def stats(self) -> EngineStats:
-        """The current state, and totals."""
+        """Return the current state and the totals of all engines."""
         with self._changed:
             num_preparing = sum(not stream.is_prepared for stream in self._streams.values())
         return self._thread.stats(num_preparing)
 
     def engine_stats(self) -> list[EngineStats]:
-        """The current state and totals of each engine; requests that are being prepared belong to none."""
+        """Return the current state and totals of each engine; requests in preparation belong to none."""
         return self._thread.engine_stats()
 
     def health(self) -> EngineHealth:
-        """Whether requests are served, and if not, why."""
+        """Return whether requests are served, and if not, why."""
         with self._changed:
             health = EngineHealth(self._status, self._reason)
         return self._thread.health() if health.status == "ok" else health
@@ -433,8 +434,8 @@ class AsyncLLM:
         if self._status != "ok":
             raise EngineStopped("the engine is shutting down and accepts no more requests")
         if not self._thread.is_up:
-            raise EngineUnavailable("no engine is up; they are being started again, try again later")
-        if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # bytes are waited for, not refused
+            raise EngineUnavailable("no engine is up; the engines are restarting, try again later")
+        if not self.admission.has_room(len(self._streams), num_waiting_bytes=0):  # the byte limit only delays requests
             self.num_refused += 1
             raise EngineBusy(len(self._streams), self.admission.max_requests)
 
@@ -447,7 +448,7 @@ class AsyncLLM:
         timeout: float | None,
         load: Load | None,
     ) -> Iterator[None]:
-        """Have an admitted request fetched, prepared and given on; it ends with the context."""
+        """Fetch, prepare and hand over an admitted request, which ends with the context."""
         timer = fetching = None
         try:
             if timeout is not None:
@@ -467,9 +468,9 @@ class AsyncLLM:
             fetched = await request()
             _check_fetched(fetched)
             self._queue(stream, fetched, *rest)
-        except Exception as error:  # the caller's, raised again in `generate`
+        except Exception as error:  # an error of the caller's function; `generate` raises it
             self._end(stream, error)
-        except BaseException as error:  # cancelled, but not by `generate`, which would wait forever
+        except BaseException as error:  # cancelled by others: `generate` would wait forever
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))
             raise
 
@@ -484,14 +485,14 @@ class AsyncLLM:
         return sum(stream.num_bytes for stream in self._streams.values() if not stream.has_begun)
 
     def _prepare(self, stream: _Stream, request: Request, give: Give, load: Load | None) -> None:
-        """Prepare a request and give it on; in a worker thread."""
+        """Prepare a request and hand it over, in a worker thread."""
         try:
             give(request, self._preparer.prepare(request, load))
         except ValueError as error:
             self._end(stream, without_frames(error))
         except MemoryError:  # without its frames, which hold what filled the memory
             self._end(stream, MemoryError("not enough memory to prepare the request"))
-        except Exception as error:  # a bug, ours or of the caller's `load`: other requests are not affected
+        except Exception as error:  # a bug in mmvllm or in the caller's `load`; other requests are not affected
             self._end(stream, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))
 
     def _hand_over(
@@ -502,7 +503,7 @@ class AsyncLLM:
         prompt: EngineInput,
         pooling: PoolingParams | None,
     ) -> None:
-        """Give a request to the engine."""
+        """Add a prepared request to the engine, unless it has ended."""
         options = request_options(request) if isinstance(request, dict) else {}
         if stream.trace_headers is not None:
             options["trace_headers"] = stream.trace_headers
@@ -517,7 +518,7 @@ class AsyncLLM:
                 self._thread.add(stream, prompt, params, arrival_time=stream.arrival_time, **options)
 
     def _deliver(self, events: list[RequestEvent]) -> None:
-        """Send what is new to its streams, with one wake-up for each event loop."""
+        """Send events to their streams, with one wake-up per event loop."""
         by_loop = defaultdict(list)
         with self._changed:
             for event in events:
@@ -537,9 +538,9 @@ class AsyncLLM:
             self._drop_unread()
 
     def _drop_unread(self) -> None:
-        """End the requests with the most unread bytes, or drop these where they have ended, until few are left."""
+        """End requests in order of their unread bytes until the limit holds; only drop deltas of ended requests."""
         with self._changed:
-            unread = {stream: stream.num_unread for stream in self._limited}  # once: callers take more meanwhile
+            unread = {stream: stream.num_unread for stream in self._limited}  # read once: callers take more meanwhile
             self._num_unread = sum(unread.values())
             largest = iter(sorted(unread, key=unread.__getitem__, reverse=True))
             while self._num_unread > MAX_UNREAD_BYTES:
@@ -584,7 +585,7 @@ class AsyncLLM:
         self._end_all(EngineFailed, f"the engine failed: {self._reason}")
 
     def _end_lost(self) -> None:
-        """End requests whose loop was closed while they were fetched; others end with their next delta."""
+        """End requests whose event loop was closed while they were fetched; others end with their next delta."""
         for stream in [*self._streams.values()]:
             if stream.loop.is_closed():
                 self._end(stream)
@@ -626,9 +627,7 @@ def _deadline_exceeded(timeout: float) -> DeadlineExceeded:
 def _check_fetched(request: Request) -> None:
     for name in ("request_id", "sampling_params"):
         if isinstance(request, dict) and request.get(name) is not None:
-            raise RequestError(
-                f"a request that is fetched brings {name}, which is needed before; give it to `generate`", param=name
-            )
+            raise RequestError(f"a fetched request must not contain {name}; pass it to `generate`", param=name)
 
 
 def _put_all(items: list[tuple[_Stream, Delta | EngineInput | Exception]]) -> None:

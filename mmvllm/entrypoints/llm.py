@@ -1,4 +1,4 @@
-"""`LLM`: one model for use from Python, a call at a time or from several threads."""
+"""`LLM` runs inference with one model from Python, from one or several threads."""
 
 import threading
 import time
@@ -52,25 +52,25 @@ from mmvllm.sampling_params import BeamSearchParams, SamplingParams
 from mmvllm.scheduler.sequence import SequenceGroup
 from mmvllm.utils.text import counted, shown
 
-TURN_SECONDS = 1e-3  # in which a thread that waits for the lock gets it
+TURN_SECONDS = 1e-3  # enough for a waiting thread to acquire the lock
 
-Events = Iterator[tuple[int, StreamEvent | None]]  # by request; None for a request that was not selected
+Events = Iterator[tuple[int, StreamEvent | None]]  # (index of the request, event); None if it was not selected
 
 
 class LLM:
-    """A vision-language model and everything that serves it, for use from Python; threads that share it take turns.
+    """A vision-language model with its tokenizer, processor and engine. Threads that share it take turns.
 
     Args:
         model: a local checkpoint folder or a hub id; None is the small bundled model.
-        processor: None for mmvllm's own, or an object with the interface of transformers' processors.
-        video_backend: "pyav", or "qwen-vl-utils" to have that package, where it is installed, read the videos that are
-            named by a path or a URL.
-        mm_processor_kwargs: arguments for the processors of images and videos, such as {"max_pixels": 262144}, of
-            requests that do not give these themselves.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a trace of each request (OTLP over HTTP).
+        processor: None for mmvllm's processor, or an object with the interface of transformers' processors.
+        video_backend: "pyav", or "qwen-vl-utils" to read videos from a path or a URL with that package, which must be
+            installed.
+        mm_processor_kwargs: default arguments for the image and video processors, such as {"max_pixels": 262144}; the
+            arguments of a request take precedence.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that receives a trace of each request (OTLP over HTTP).
         engine_args: fields of `mmvllm.EngineConfig`, which documents them.
 
-    Use it in a `with`, or call `exit` to free its memory.
+    Use it as a context manager, or call `exit` to free its memory.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class LLM:
         self.model = model_name(model)
         self.tokenizer, self.device = self.engine.tokenizer, self.engine.model_runner.device
         self._preparer = RequestPreparer(self.engine, processor, video_backend, mm_processor_kwargs)
-        # As many requests again wait in the engine as run, so that a step never lacks work.
+        # As many requests may wait in the engine as run, so that a step never lacks work.
         self.admission = AdmissionWindow(2 * self.engine.config.max_num_seqs)
         self._tracer = make_tracer(otlp_traces_endpoint, self.model)
         if self._tracer is not None:
             self.engine.on_finished = self._trace
         self._is_asleep = False
         self._lock = threading.RLock()
-        self._callers: set[object] = set()  # that wait for the lock for a moment, while others run step after step
+        self._callers: set[object] = set()  # threads that wait for the lock while others run step after step
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
-        """Make an LLM from vLLM-style arguments."""
+        """Create an LLM from vLLM-style arguments."""
         return cls(**asdict(args))
 
     def __enter__(self) -> "LLM":
@@ -111,12 +111,12 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, by the name of vLLM's attribute."""
+        """The engine, under vLLM's name."""
         return self.engine
 
     @property
     def processor(self) -> Prepare:
-        """Prepares chat requests: a dict -> EngineInput."""
+        """The function that converts a chat request to an `EngineInput`."""
         return self._preparer.processor
 
     @processor.setter
@@ -124,19 +124,19 @@ class LLM:
         self._preparer.processor = prepare
 
     def get_tokenizer(self):
-        """The tokenizer, by the name of vLLM's method."""
+        """Return the tokenizer, like vLLM's method."""
         return self.tokenizer
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The checkpoint's sampling parameters (generation_config.json) over mmvllm's defaults, `changes` over both.
+        """Return mmvllm's defaults, overridden by the checkpoint's generation_config.json and then by `changes`.
 
-        They are used where they are given as `sampling_params`; calls without any are greedy. Raises ValueError for a
-        wrong value, and TypeError for an unknown name.
+        They apply only if passed as `sampling_params`; calls without sampling parameters are greedy. Raises ValueError
+        for a wrong value, and TypeError for an unknown name.
         """
         return self.engine.default_sampling_params(**changes)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """`default_sampling_params` under vLLM's name."""
+        """Return `default_sampling_params()`, under vLLM's name."""
         return self.default_sampling_params()
 
     def generate(
@@ -148,15 +148,15 @@ class LLM:
         *,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue raw prompts, to which no chat template is applied; outputs come in the order of the prompts.
+        """Generate completions of raw prompts, without a chat template; outputs come in the order of the prompts.
 
-        A prompt is a string, token ids (a list, an array or a tensor), or, as vLLM takes them, a dict with `prompt` or
-        `prompt_token_ids` and `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is the
-        adapter of all, or a list with one per prompt. `priority` has one number per prompt; lower numbers begin first.
-        `use_tqdm` is whether there is a progress bar: None, the default of most methods, shows one on a terminal and in
+        A prompt is a string, token ids (a list, an array or a tensor), or a dict in vLLM's format: `prompt` or
+        `prompt_token_ids`, with `multi_modal_data` such as {"image": image or [image, ...]}. `lora_request` is one
+        adapter for all prompts, or a list with one per prompt. `priority` has one number per prompt; lower numbers
+        begin first. `use_tqdm` shows a progress bar; None, the default of most methods, shows one on a terminal and in
         a notebook.
 
-        Raises ValueError that names the prompt's index, RuntimeError if the device fails; both leave nothing behind.
+        Raises ValueError that names a bad prompt's index, or RuntimeError if the device fails; both abort all prompts.
         """
         try:
             prompts = _with_priorities(_with_adapters(_as_prompts(prompts), lora_request), priority)
@@ -168,7 +168,7 @@ class LLM:
         return _in_order(outputs, "prompt", "raise")
 
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
-        """Prompts without media are all in the engine before its first step."""
+        """Yield the outputs of prompts; prompts without media all enter the engine before its first step."""
         if any(map(slowest_media, prompts)):
             prefetcher = Prefetcher(prompts, self._preparer.prepare, max_requests=self.admission.max_requests)
             yield from self._stream(self._batch(noun="prompt"), prefetcher, sampling_params, "raise")
@@ -194,23 +194,23 @@ class LLM:
         on_error: str = "raise",
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer chat requests with images; outputs come in the order of the requests.
+        """Answer chat requests with images and videos; outputs come in the order of the requests.
 
         Args:
-            requests: dicts (or one) with `messages` (chat format, image parts anywhere), with `text` and `images`, or
-                prompts as `generate` takes them; optional `min_pixels`, `max_pixels`, `request_id`, `priority`,
-                `cache_salt`, `lora_request`, `trace_headers` (of W3C Trace Context), `sampling_params`. They begin in
-                the order of their priority, lower values first. Special tokens in messages are text, unless the request
-                has `allow_special_tokens`. Its `chat_template_kwargs` are arguments of the chat template, such as
+            requests: one dict or several, with `messages` (chat format, image parts anywhere), with `text` and
+                `images`, or in the format of `generate`. Optional keys are `min_pixels`, `max_pixels`, `request_id`,
+                `priority`, `cache_salt`, `lora_request`, `trace_headers` (of W3C Trace Context) and `sampling_params`.
+                Requests with lower priority values begin first. Special tokens in messages are text, unless the
+                request has `allow_special_tokens`. `chat_template_kwargs` are arguments of the chat template, such as
                 {"enable_thinking": False}.
-            sampling_params: for all, or a list with one per request; a request's own come first.
-            processor: in place of the LLM's, for this call.
-            on_error: "raise" raises ValueError that names the request's index (RuntimeError if the device fails), and
-                leaves nothing behind; "return" gives a bad request an output with `error` and leaves the others alone.
-            lora_request: the adapter of requests without one of their own; or a list with one per request.
+            sampling_params: one for all requests, or a list with one per request; a request's own take precedence.
+            processor: replaces the LLM's processor for this call.
+            on_error: "raise" raises ValueError that names a bad request's index (RuntimeError if the device fails), and
+                aborts the other requests; "return" gives a bad request an output with `error` and continues.
+            lora_request: the adapter of requests that name none, or a list with one per request.
 
-        A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far; with
-        "raise", RequestsAborted is raised once the others have finished, with the outputs of all.
+        A request that is aborted meanwhile has an output with finish_reason "aborted" and the text so far. With
+        "raise", RequestsAborted is raised once the others have finished, with the outputs of all requests.
         """
         requests = _with_adapters(_as_list(requests, "request"), lora_request)
         check_lengths(sampling_params, len(requests))
@@ -235,16 +235,15 @@ class LLM:
         chat_template: str | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several.
+        """Answer one conversation or several.
 
-        Special tokens in the messages are text, unless `allow_special_tokens`. `chat_template_kwargs` are arguments of
-        the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, as in OpenAI's
-        API; `read_tool_calls` of `mmvllm.processors.chat.tool_calls` finds the calls in a text. The other arguments are
-        as in `generate_multimodal`. With `continue_final_message` the prompt ends with the text of the final
-        message, which the model continues, instead of with the beginning of an answer, which
-        `add_generation_prompt=False` leaves out.
-        `chat_template` is a Jinja template in place of the checkpoint's, `mm_processor_kwargs` are arguments for the
-        processors of images and videos.
+        Special tokens in the messages are text, unless `allow_special_tokens` is True. `chat_template_kwargs` are
+        arguments of the chat template, such as `enable_thinking`. `tools` are the functions that the model may call, in
+        OpenAI's format; `read_tool_calls` of `mmvllm.processors.chat.tool_calls` finds the calls in a text.
+        With `continue_final_message`, the model continues the final message instead of beginning an answer;
+        `add_generation_prompt=False` leaves out the beginning of an answer. `chat_template` is a Jinja template that
+        replaces the checkpoint's. `mm_processor_kwargs` are arguments for the image and video processors. The other
+        arguments are as for `generate_multimodal`.
         """
         if not isinstance(messages, list | tuple):
             raise RequestError(
@@ -268,15 +267,15 @@ class LLM:
         on_error: str = "raise",
         stream: bool = False,
     ) -> Iterator[RequestOutput] | Iterator[Delta]:
-        """Like `generate_multimodal`, but yields each request's output when it finishes; `requests` may be endless.
+        """Yield each request's output when it finishes, like `generate_multimodal`; `requests` may be endless.
 
-        With `stream=True` it yields `Delta`s instead: the new text of every completion as it is generated; the last
-        delta of a request has its output.
+        With `stream=True`, yield a `Delta` for the new text of a completion instead; the last delta of a request has
+        its output.
 
-        Requests are taken a bounded number ahead, in a thread of their own, so an iterable must not change what it has
-        yielded, such as the array of an image. Outputs come in any order: give requests a `request_id` to tell them
-        apart. A list of requests begins in the order of their priority; of another iterable, priorities count among
-        the requests that the engine holds. Closing the generator aborts what is left.
+        A separate thread reads a bounded number of requests ahead, so an iterable must not change what it has yielded,
+        such as an image's array. Outputs come in any order; a `request_id` tells requests apart. A list of requests
+        begins in the order of priority. For any other iterable, priorities apply among the requests that the engine
+        holds. Closing the generator aborts the remaining requests.
         """
         requests = [requests] if isinstance(requests, dict) else requests
         total = len(requests) if hasattr(requests, "__len__") else None
@@ -299,7 +298,7 @@ class LLM:
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         use_tqdm: bool | None = False,
     ) -> list[BeamSearchOutput]:
-        """All beams of prompts, which are given as to `generate`, by the names of vLLM; raises as `generate` does."""
+        """Return the beams of each prompt in vLLM's classes; prompts and errors are as for `generate`."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm, lora_request)
@@ -320,14 +319,14 @@ class LLM:
         use_tqdm: bool | None = None,
         on_error: str = "raise",
     ) -> list[EmbeddingOutput]:
-        """A vector for each request, made of the decoder's last hidden states; in the order of the requests.
+        """Return an embedding of each request from the decoder's last hidden states, in the order of the requests.
 
         Args:
-            requests: one or several: strings and token ids without a chat template, or dicts as for
-                `generate_multimodal`, of text, images and videos.
-            pooling, normalize, dimensions: see `PoolingParams`. With "last" the prefix cache is used; with "mean"
-                all tokens are computed.
-            on_error: as for `generate_multimodal`.
+            requests: one or several: strings or token ids without a chat template, or dicts as for
+                `generate_multimodal`, with text, images and videos.
+            pooling, normalize, dimensions: see `PoolingParams`. "last" uses the prefix cache, while "mean" computes
+                all tokens.
+            on_error: see `generate_multimodal`.
         """
         params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         requests = _as_list(requests, "request")
@@ -339,7 +338,7 @@ class LLM:
     def encode(
         self, prompts: Request | list[Request], *, pooling_task: str = "embed", use_tqdm: bool | None = None
     ) -> list[EmbeddingOutput]:
-        """Return an embedding of each prompt, as `embed` does by default; vLLM's name for it.
+        """Return an embedding of each prompt with the defaults of `embed`, under vLLM's name.
 
         Raises ParameterError for a `pooling_task` other than "embed".
         """
@@ -350,14 +349,14 @@ class LLM:
     def score(
         self, requests: Request | Iterable[Request], continuations: Sequence[Any], *, use_tqdm: bool | None = None
     ) -> list[ScoreOutput]:
-        """The log-probabilities of given continuations, for multiple choice; in the order of the requests.
+        """Return log-probabilities of given continuations, for multiple choice, in the order of the requests.
 
         Args:
-            requests: as for `embed`.
-            continuations: strings or lists of token ids, the same for all requests; or a list of them for each request.
-                Tokens of a string are its own, whatever the prompt ends with.
+            requests: see `embed`.
+            continuations: a list of strings or lists of token ids for all requests, or such a list for each request.
+                A string is tokenized independently of the prompt.
 
-        The prompt of a request is computed for its first continuation, and taken from the prefix cache for the others.
+        The first continuation of a request computes the prompt; the others take it from the prefix cache.
         """
         requests = _as_list(requests, "request")
         reader = ContinuationReader(self.tokenizer, self.engine.media_rules, self.engine.model_config.vocab_size)
@@ -385,26 +384,26 @@ class LLM:
             return self.engine.add_request(prompt, params, **options)
 
     def step(self) -> tuple[list[RequestOutput], int]:
-        """Run one step: the requests that finished in it, and the number of tokens computed."""
+        """Run one step; return the outputs of requests that finished in it, and the number of tokens computed."""
         with self._turn():
             return self.engine.step()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request and return what it has so far; None if it is unknown or has finished."""
+        """Abort a request and return its output so far; None if it is unknown or has finished."""
         with self._turn():
             return self.engine.abort_request(request_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the KV of all prompts: those that follow are computed from their beginning. True, as vLLM's method."""
+        """Clear the prefix cache: later prompts are computed from their beginning. Return True, like vLLM's method."""
         with self._turn():
             self.engine.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and caches until `wake_up`, which reads the weights from their files again.
+        """Free the memory of weights and caches until `wake_up` reloads the weights from their files.
 
-        `level` is accepted as in vLLM, and changes nothing. Raises RuntimeError while requests are in flight; until
-        `wake_up`, so do all methods that compute.
+        `level` is accepted for compatibility with vLLM and has no effect. Raises RuntimeError while requests are in
+        flight. Until `wake_up`, all methods that compute raise RuntimeError.
         """
         with self._turn():
             if self._is_asleep:
@@ -417,9 +416,9 @@ class LLM:
             collect_everything(self.device)
 
     def wake_up(self) -> None:
-        """Load the model again after `sleep`; nothing happens if it is awake.
+        """Reload the model after `sleep`; do nothing if it is awake.
 
-        Raises what the constructor raises, for example if the memory is taken, and may then be called again.
+        Raises the errors of the constructor, for example if memory is short, and may then be called again.
         """
         with self._turn():
             if self._is_asleep:
@@ -428,18 +427,18 @@ class LLM:
                 self._is_asleep = False
 
     def get_metrics(self) -> list[Metric]:
-        """Return gauges and counters of the engine by vLLM's names, such as "vllm:prefix_cache_hits".
+        """Return the engine's gauges and counters under vLLM's names, such as "vllm:prefix_cache_hits".
 
-        It may be called in any thread. The times of a request are in `RequestOutput.metrics`.
+        Any thread may call it. The times of a request are in `RequestOutput.metrics`.
         """
         stats = replace(self.engine.stats(), num_released=int(self._is_asleep))
         return read_metrics(stats, {"model_name": self.model, "engine": "0"})
 
     def exit(self) -> None:
-        """Free the engine's memory, after the step that another thread runs; safe to call twice."""
+        """Free the engine's memory once a step in another thread has ended; safe to call twice."""
         if not self.engine.process.is_here:
             return
-        self.engine.begin_exit()  # before the lock, which a thread that runs step after step may get first many times
+        self.engine.begin_exit()  # before the lock, which a thread that runs step after step may retake many times
         with self._lock:
             self._is_asleep = False
             self.engine.exit()
@@ -457,10 +456,10 @@ class LLM:
         select: Callable[[PreparedRequest], bool] = lambda _: True,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, RequestOutput | None]]:
-        """Like `stream_multimodal`, for requests that the caller's own prefetcher prepares; yields (index, output).
+        """Yield (index, output), like `stream_multimodal`, for requests that the caller's prefetcher prepares.
 
-        `select` sees every request that could be prepared before the engine gets it; one that it does not select gets
-        None for an output. Once `is_stopped`, waiting requests are dropped, and those that have begun are finished.
+        `select` is called with each successfully prepared request before the engine gets it; the output is None if it
+        returns False. Once `is_stopped` returns True, waiting requests are dropped and running requests finish.
         """
         return self._stream(self._batch(), prefetcher, sampling_params, on_error, select, is_stopped)
 
@@ -505,8 +504,8 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The lock; threads that run step after step, and could take it again first each time, give way."""
-        self.engine.process.check()  # before the lock, which a thread may have held that the fork does not have
+        """Hold the lock; threads that run step after step, and could retake it each time, give way."""
+        self.engine.process.check()  # before the lock, which a thread missing in a fork may have held
         caller = object()
         try:
             self._callers.add(caller)
@@ -528,12 +527,12 @@ class LLM:
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
     def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
-        """Prepares requests in the order of their priority."""
+        """Prepare requests in the order of their priority."""
         order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
         return self._prefetch([requests[index] for index in order], processor, order)
 
     def _has_room(self, batch: RequestBatch) -> bool:
-        """Whether the engine should take another request; always one, however large."""
+        """Return whether the engine should take another request; an empty batch takes any, however large."""
         with self._lock:  # another thread's step may finish requests meanwhile
             num_bytes = self.engine.scheduler.num_waiting_bytes
         return not batch.groups or self.admission.has_room(len(batch.groups), num_bytes)
@@ -545,7 +544,7 @@ class LLM:
         sampling_params: Params,
         select: Callable[[PreparedRequest], bool],
     ) -> bool:
-        """Give a prepared request to the engine if it is selected."""
+        """Add a prepared request to the engine if it is selected; return whether it is."""
         prompt = item.engine_input()
         if not select(item):
             return False
@@ -562,12 +561,12 @@ class LLM:
 
 
 def _as_prompts(prompts: Any) -> list[Request]:
-    """One prompt or several, in any form that `generate` takes -> a list of prompts; raises RequestError."""
+    """Return one prompt or several, in any form that `generate` takes, as a list; raises RequestError."""
     return [_as_prompt(index, prompt) for index, prompt in enumerate(_as_list(prompts, "prompt"))]
 
 
 def _as_list(requests: Any, noun: str) -> list[Request]:
-    """One request or several -> a list."""
+    """Return one request or several as a list."""
     if isinstance(requests, str | bytes | Mapping) or getattr(requests, "ndim", 2) < 2:
         requests = [requests]
     if not isinstance(requests, Iterable):
@@ -589,7 +588,7 @@ def _as_prompt(index: int, prompt: Any) -> Request:
 
 
 def _with_adapters(requests: list[Any], lora_request: Any) -> list[Any]:
-    """Requests, which name the adapters that a call gives them; raises RequestError for another number of these."""
+    """Add a call's adapters to requests that name none; raises RequestError for a wrong number of adapters."""
     if lora_request is None:
         return requests
     adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(requests)
@@ -611,7 +610,7 @@ def _check_one_each(name: str, values: Any, number: int, noun: str) -> None:
 
 
 def _with_priorities(prompts: list[Request], priorities: list[int] | None) -> list[Request]:
-    """Prompts with these priorities; raises RequestError for another number of them."""
+    """Return prompts with these priorities; raises RequestError for a wrong number of priorities."""
     if priorities is None:
         return prompts
     _check_one_each("priority", priorities, len(prompts), "prompt")
@@ -619,7 +618,7 @@ def _with_priorities(prompts: list[Request], priorities: list[int] | None) -> li
 
 
 def _priority(request: Any) -> int:
-    """By which requests are ordered; a bad one is refused later."""
+    """Return the priority by which requests are ordered; a bad value counts as 0 and is refused later."""
     priority = request.get("priority") if isinstance(request, dict) else None
     return priority if isinstance(priority, int) else 0
 
@@ -641,7 +640,7 @@ def _in_order(outputs: dict[int, RequestOutput], noun: str, on_error: str) -> li
 
 
 def _bar(total: int | None, use_tqdm: bool | None) -> tqdm:
-    """A progress bar; None shows one on a terminal and in a notebook."""
+    """Return a progress bar; None shows one on a terminal and in a notebook."""
     disable = None if use_tqdm is None else not use_tqdm
     return tqdm(total=total, unit="request", dynamic_ncols=True, disable=disable)
 

@@ -1,4 +1,4 @@
-"""The requests of one call of `LLM`, from the engine's admission to the caller."""
+"""Tracks the requests of one `LLM` call from the engine's admission to the caller."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -17,17 +17,17 @@ StreamEvent = RequestOutput | Delta
 
 
 class RequestBatch:
-    """The requests of one call that are in flight, by their index.
+    """The requests of one call that are in flight, by index.
 
-    Several calls may be interleaved, from open generators or from threads: each finds its own requests finished,
-    whichever of them ran the step.
+    Calls may be interleaved, from open generators or from threads: each call gets the outputs of its requests, even
+    if another call ran the step.
 
     Args:
         lock: held by every user of the engine.
         give_way: called before each step, without the lock.
-        streams: yield a delta for whatever is new, rather than an output for each request that has finished.
-        noun: what messages call a request.
-        options: of `LLMEngine.add`, for all requests.
+        streams: yield deltas of new text, rather than an output for each finished request.
+        noun: name of a request in messages.
+        options: options of `LLMEngine.add` for all requests.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RequestBatch:
         self._deltas: dict[int, DeltaStream] = {}
 
     def add(self, index: Hashable, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
-        """Give a request to the engine; see `LLMEngine.add` for `options`."""
+        """Add a request to the engine; see `LLMEngine.add` for `options`."""
         if self._streams and params.chooses_at_end:
             raise RequestError(f"stream is True, {CHOSEN_AT_END}", param="stream", value=True)
         with self._lock:
@@ -55,7 +55,7 @@ class RequestBatch:
                 self._deltas[index] = self._engine.delta_stream(group)
 
     def step(self) -> list[tuple[int, StreamEvent]]:
-        """Run the engine once, unless a request of this call has finished already; what is new, by index."""
+        """Run one step, unless a request of this call has already finished; return (index, event) pairs."""
         self._give_way()
         with self._lock:
             self._engine.check_alive()
@@ -64,13 +64,13 @@ class RequestBatch:
             return self._take_events()
 
     def refusal(self, output: RequestOutput) -> StreamEvent:
-        """The event of a request that the engine refused."""
+        """Return the event for a request that the engine refused."""
         if not self._streams:
             return output
         return Delta(output.request_id, 0, "", [], finish_reason="error", output=output)
 
     def abort_waiting(self) -> None:
-        """Drop the requests that the engine has not begun."""
+        """Abort the requests that the engine has not begun."""
         self._abort([index for index, group in self.groups.items() if not group.has_begun])
 
     def abort(self) -> None:
@@ -89,17 +89,17 @@ class RequestBatch:
             for index in indices:
                 group = self.groups.pop(index)
                 self._deltas.pop(index, None)
-                if group.output is None:  # another request may have the id of one that has finished
+                if group.output is None:  # a newer request may have a finished request's id
                     self._engine.abort_request(group.request_id)
 
 
 def output_of(event: StreamEvent | None) -> RequestOutput | None:
-    """The output of a request that has finished; None before."""
+    """Return the output of a finished request; None before it finishes."""
     return event.output if isinstance(event, Delta) else event
 
 
 def without_errors(events: Iterable[tuple[int, StreamEvent]], noun: str) -> Iterator[tuple[int, StreamEvent]]:
-    """Pass events through; raises RequestError for one that is itself to blame, RuntimeError for other failures."""
+    """Yield events; raises RequestError if a request itself is at fault, RuntimeError for other failures."""
     for index, event in events:
         output = output_of(event)
         if output is not None and output.error is not None:

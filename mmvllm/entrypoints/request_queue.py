@@ -2,10 +2,10 @@
 
     request ── RequestPreparer.prepare, in a worker ── EngineInput ── admission window ── engine
 
-Preparation runs ahead of the engine and is bounded: the number of requests has a limit, and no new one is begun while
-the media of waiting requests take `MAX_BYTES`. `LLM` walks an iterable (`Prefetcher`), `AsyncLLM` is given
-requests one by one (`PreparationQueue`). Workers are threads: Pillow, numpy and torch release the interpreter lock in
-their loops, so preparation runs beside the model. A thread may wait for a process that does its work (`WorkerPool`).
+Preparation runs ahead of the engine within limits: a number of requests, and `MAX_BYTES` for the media of waiting
+requests, beyond which no new request begins. `LLM` prepares an iterable (`Prefetcher`), and `AsyncLLM` prepares single
+requests (`PreparationQueue`). Workers are threads, since Pillow, numpy and torch release the GIL in their loops. A
+thread may delegate its work to a process (`WorkerPool`).
 """
 
 import threading
@@ -39,18 +39,18 @@ from mmvllm.processors.videos.processor import VideoProcessor, VideoProcessorCon
 from mmvllm.sampling_params import SamplingParams
 from mmvllm.utils.text import counted
 
-# Of mm_processor_kwargs: a request that has one of a group replaces all of it.
+# Groups of mm_processor_kwargs: a request with one key of a group replaces all default values of the group.
 TOGETHER = ({"fps", "num_frames", "do_sample_frames"}, {"min_pixels", "max_pixels"})
 MAX_BYTES = 256 * 1024 * 1024
 
-Request = dict | str | list[int]  # a dict as `parse_request` reads it; a string or token ids, without a template
+Request = dict | str | list[int]  # a dict for `parse_request`, or a string or token ids without a template
 Params = SamplingParams | dict | list[SamplingParams | dict | None] | None
 Prepare = Callable[[dict], EngineInput]
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionWindow:
-    """How much the engine takes at once: requests, and bytes of media of those that have not begun."""
+    """Limits on the requests that the engine holds, and on the media bytes of requests that have not begun."""
 
     max_requests: int
 
@@ -59,26 +59,26 @@ class AdmissionWindow:
 
 
 class EngineInfo(Protocol):
-    """What preparation needs to know of the engine, or of several with the same model."""
+    """The attributes of an engine, or of several with the same model, that preparation needs."""
 
     tokenizer: PreTrainedTokenizerBase
     media_rules: MediaRules | None
     image_config: ImageProcessorConfig
     video_config: VideoProcessorConfig
     max_model_len: int
-    device: torch.device  # that patches are copied to from this process
+    device: torch.device  # to which this process copies patches
 
     def load_adapter(self, lora_request: Any) -> Any:
-        """Read the adapter of a request, or refuse it."""
+        """Load the adapter of a request, or refuse it."""
 
 
 class RequestPreparer:
     """Prepares requests for an engine.
 
     Args:
-        processor: None for mmvllm's own, or an object with the interface of transformers' processors.
-        video_backend: what reads videos (`processors.videos.backends`).
-        processor_kwargs: `mm_processor_kwargs` of requests that do not give these themselves.
+        processor: None for mmvllm's processor, or an object with the interface of transformers' processors.
+        video_backend: name of the video reader (see `processors.videos.backends`).
+        processor_kwargs: default `mm_processor_kwargs`; the arguments of a request take precedence.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class RequestPreparer:
         self._device = engine.device
 
     def adapt(self, processor: Any) -> HFProcessor:
-        """A processor of the caller's, for use in place of `processor`."""
+        """Wrap a caller's processor for use in place of `processor`."""
         engine = self._engine
         config, max_tokens = engine.video_config, engine.max_model_len
         return HFProcessor(processor, engine.tokenizer, engine.media_rules, config, max_tokens, self._load)
 
     def prepare(self, request: Request, load: Load | None = None) -> EngineInput:
-        """A request of any form -> what the engine takes; raises RequestError for what is wrong with it."""
+        """Convert a request in any form to an engine input; raises RequestError for a bad request."""
         processor = self.processor if isinstance(request, dict) else self._own  # a raw prompt needs no template
         return self.preparing(processor)(as_request(request), load)
 
@@ -130,7 +130,7 @@ class RequestPreparer:
 
 
 def check_processor_kwargs(given: Any) -> None:
-    """Raise RequestError for `mm_processor_kwargs` that no request could have."""
+    """Raise RequestError for invalid `mm_processor_kwargs`."""
     parse_request({"text": "", "mm_processor_kwargs": given})
 
 
@@ -150,7 +150,7 @@ def timed(prepare: Prepare) -> Prepare:
 
 
 def as_request(request: Request) -> Any:
-    """Wrap a raw prompt in a dict; anything else is returned as it is."""
+    """Wrap a raw prompt in a dict; return anything else unchanged."""
     if isinstance(request, str):
         return {"text": request}
     if isinstance(request, list | tuple) or hasattr(request, "shape"):
@@ -168,7 +168,7 @@ def with_own_token_ids(request: Request) -> Request:
 
 @contextmanager
 def naming_request(index: int) -> Iterator[None]:
-    """Say in an error which request it is about."""
+    """Add the index of the request to a RequestError."""
     try:
         yield
     except RequestError as error:
@@ -177,20 +177,20 @@ def naming_request(index: int) -> Iterator[None]:
 
 
 def slowest_media(request: Request) -> Kind | None:
-    """What preparing a request means loading: videos, else images, else nothing."""
+    """Return the slowest kind of media that a request loads: "video", else "image", else None."""
     kinds = set(media_kinds(request)) if isinstance(request, dict) else ()
     return next((kind for kind in ("video", "image") if kind in kinds), None)
 
 
 def request_options(request: dict) -> dict[str, Any]:
-    """A request's place in the queue and in the cache, its adapter, and its trace, for `LLMEngine.add`."""
+    """Return a request's options for `LLMEngine.add`: priority, cache salt, adapter and trace headers."""
     options = {"priority": request.get("priority") or 0}
     options |= {name: request.get(name) for name in ("cache_salt", "lora_request")}
     return options | ({"trace_headers": headers} if (headers := request.get("trace_headers")) is not None else {})
 
 
 def check_lengths(sampling_params: Params, num_requests: int) -> None:
-    """Raise RequestError for a list of more parameters than requests."""
+    """Raise RequestError if there are more sampling parameters than requests."""
     if isinstance(sampling_params, list | tuple) and len(sampling_params) > num_requests:
         raise RequestError(
             f"{len(sampling_params)} sampling_params were given for {counted(num_requests, 'request')}; give one each",
@@ -201,7 +201,7 @@ def check_lengths(sampling_params: Params, num_requests: int) -> None:
 
 
 def params_for(sampling_params: Params, index: int, own: SamplingParams | dict | None = None) -> SamplingParams:
-    """The request's own parameters, or else the call's: one for all, or a list with one per request."""
+    """Return the request's own parameters, or else the call's: one for all, or a list with one per request."""
     params = own
     if own is None:
         params = sampling_params
@@ -225,14 +225,14 @@ def params_for(sampling_params: Params, index: int, own: SamplingParams | dict |
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request and its place in the caller's order; `prompt.result()` gives the input or raises what was wrong."""
+    """A request with its index in the caller's order; `prompt.result()` returns the input or raises the error."""
 
     index: int
     request: dict
     prompt: "Future[EngineInput]"
 
     def engine_input(self) -> EngineInput:
-        """The input; raises RequestError for whatever was wrong with the request or went wrong in preparing it.
+        """Return the engine input; raises RequestError if the request is bad or its preparation failed.
 
         Raises WorkersUnusable if no request can be prepared.
         """
@@ -242,33 +242,33 @@ class PreparedRequest:
             raise
         except ValueError as error:
             raise RequestError(str(error)) from error
-        except Exception as error:  # of a processor that is not ours, or a bug: other requests are not affected
+        except Exception as error:  # from a caller's processor, or a bug; other requests are not affected
             raise RequestError(f"preparation failed: {type(error).__name__}: {error}") from error
 
 
 class PreparationQueue:
-    """Prepares requests that are given one by one; text is prepared at once, media when there is room.
+    """Prepares single requests: text at once, media when there is room.
 
     Images and videos are limited separately, since a few videos may take minutes.
 
     Args:
-        lock: the caller's, held around every call and taken by the workers.
-        num_waiting_bytes: of the media of requests that are prepared and have not begun.
+        lock: the caller's lock, held during every call and acquired by the workers.
+        num_waiting_bytes: returns the media bytes of prepared requests that have not begun.
     """
 
     def __init__(self, lock: threading.Condition, num_waiting_bytes: Callable[[], int]):
         self._lock, self._num_waiting_bytes = lock, num_waiting_bytes
         self._queued: dict[Kind, dict[Hashable, Callable[[], None]]] = {"image": {}, "video": {}}
         self._num_preparing: Counter[Kind] = Counter()
-        self._pool = _worker_threads(2 * NUM_WORKERS + 1)  # one more than media may use: text waits for none
+        self._pool = _worker_threads(2 * NUM_WORKERS + 1)  # one more than media may use: text never waits
 
     @property
     def num_queued(self) -> int:
-        """Requests with media that no worker has begun."""
+        """The number of requests with media that no worker has begun."""
         return sum(map(len, self._queued.values()))
 
     def submit(self, key: Hashable, prepare: Callable[[], None], media: Kind | None) -> None:
-        """Have a worker call `prepare`, which must not raise; `media` is the slowest that it loads."""
+        """Call `prepare`, which must not raise, in a worker; `media` is the slowest kind that it loads."""
         if media is None:
             self._pool.submit(prepare)
         else:
@@ -276,12 +276,12 @@ class PreparationQueue:
             self.advance()
 
     def discard(self, key: Hashable) -> None:
-        """Do not begin a request."""
+        """Remove a request that no worker has begun."""
         for queued in self._queued.values():
             queued.pop(key, None)
 
     def advance(self) -> None:
-        """Begin what there is room for; to be called when requests begin or end."""
+        """Begin as many preparations as there is room for; called when requests begin or end."""
         for media, queued in self._queued.items():
             while queued and self._num_preparing[media] < NUM_WORKERS and self._num_waiting_bytes() < MAX_BYTES:
                 prepare = queued.pop(next(iter(queued)))
@@ -300,10 +300,10 @@ class PreparationQueue:
 class Prefetcher:
     """Prepares the requests of an iterable, which may be endless or slow, a bounded number ahead.
 
-    A feeder thread walks the iterable and gives requests to a pool.
+    A feeder thread reads the iterable and submits requests to a pool.
 
     Args:
-        in_order: give requests in the caller's order, rather than each as soon as it is prepared.
+        in_order: return requests in the caller's order, rather than each as soon as it is prepared.
         indices: `PreparedRequest.index` of each request.
     """
 
@@ -317,8 +317,8 @@ class Prefetcher:
         in_order: bool = True,
         indices: Iterable[int] | None = None,
     ):
-        self._started: float | None = None  # when `get` first gave something
-        self._waited = 0.0  # seconds since then in which callers had to wait
+        self._started: float | None = None  # when `get` first returned a request
+        self._waited = 0.0  # seconds that callers have waited since then
         self._requests, self._prepare = requests, prepare
         self._max_requests, self._max_bytes, self._num_workers = max_requests, max_bytes, num_workers
         self._pool = _worker_threads(num_workers)
@@ -334,9 +334,9 @@ class Prefetcher:
         threading.Thread(target=self._feed, name="mmvllm-feed", daemon=True).start()
 
     def get(self, wait: bool) -> PreparedRequest | None:
-        """The next prepared request; None if there is none yet and `wait` is false, or there are no more.
+        """Return the next prepared request; None if none is ready and `wait` is False, or if there are no more.
 
-        Raises what the caller's iterable raised, after all requests before, if `wait` is true.
+        With `wait`, an error of the caller's iterable is raised after all requests that precede it.
         """
         with self._changed:
             start = time.perf_counter()
@@ -364,17 +364,17 @@ class Prefetcher:
 
     @property
     def wait_share(self) -> float:
-        """Share of the time, since the first request was ready, that was spent waiting for others, in [0, 1]."""
+        """Fraction of the time since the first request in which callers waited for further requests, in [0, 1]."""
         return 0.0 if self._started is None else self._waited / (time.perf_counter() - self._started)
 
     def finish(self) -> None:
-        """Take no more requests from the iterable; those taken before are still given."""
+        """Take no more requests from the iterable; requests that were taken before are still returned."""
         with self._changed:
             self._exhausted = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop preparing; what has been prepared is dropped."""
+        """Stop preparing, and drop prepared requests."""
         with self._changed:
             self._closed = True
             self._items.clear()
@@ -392,7 +392,7 @@ class Prefetcher:
                     future = self._pool.submit(self._prepare, request)
                     self._items.append(PreparedRequest(index, request, future))
                 future.add_done_callback(self._on_done)
-        except BaseException as error:  # the caller's, raised again in `get`
+        except BaseException as error:  # an error of the caller's iterable; `get` raises it
             self._failure = error
         finally:
             with self._changed:
@@ -400,7 +400,7 @@ class Prefetcher:
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        # No more are begun than there are workers: the bytes of a request are known once it is prepared.
+        # At most one request per worker is in preparation, since its bytes are unknown until it is prepared.
         return (
             len(self._items) < self._max_requests
             and self._num_preparing < self._num_workers
@@ -409,7 +409,7 @@ class Prefetcher:
 
     def _on_done(self, future: "Future[EngineInput]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
-            without_frames(error)  # it may wait long, and a decoded image with it
+            without_frames(error)  # the error may wait long; its frames hold a decoded image
         with self._changed:
             self._num_preparing -= 1
             self._num_bytes += _num_bytes(future)
@@ -419,7 +419,7 @@ class Prefetcher:
         return self._ready() is not None or (self._exhausted and not self._items)
 
     def _ready(self) -> int | None:
-        """The place of a request that can be given."""
+        """Return the position of a request that is ready."""
         candidates = islice(self._items, 1) if self._in_order else self._items
         return next((place for place, item in enumerate(candidates) if item.prompt.done()), None)
 
@@ -429,5 +429,5 @@ def _worker_threads(num_workers: int) -> ThreadPoolExecutor:
 
 
 def _num_bytes(future: "Future[EngineInput]") -> int:
-    failed = future.cancelled() or future.exception() is not None  # an error holds text only: see `without_frames`
+    failed = future.cancelled() or future.exception() is not None  # an error holds only text: see `without_frames`
     return 0 if failed else future.result().num_bytes

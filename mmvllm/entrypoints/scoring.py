@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations: each is the end of a prompt whose beginning they share."""
+"""Computes log-probabilities of given continuations of a prompt, which share the prompt's KV."""
 
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
@@ -17,11 +17,11 @@ PARAMS = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 class ScoringRun:
-    """The requests of one call. The first continuation of each computes the prompt; then the others begin.
+    """The requests of one `LLM.score` call. A request's first continuation computes the prompt; then the others begin.
 
     Args:
         continuations: token ids of each continuation of each request.
-        has_room: whether the engine should take another request.
+        has_room: returns whether the engine should take another request.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ScoringRun:
         self._scores: dict[int, dict[int, ContinuationScore]] = {}
 
     def outputs(self) -> Iterator[tuple[int, ScoreOutput]]:
-        """(index of the request, output) as they finish.
+        """Yield (index of the request, output) as requests finish.
 
         Raises RequestError for a bad request, RuntimeError if the device fails, and RequestsAborted.
         """
@@ -79,12 +79,12 @@ class ScoringRun:
 
 
 def _prepared(item: PreparedRequest) -> tuple[EngineInput, dict[str, Any]]:
-    """The prompt of a request, and its options."""
+    """Return the prompt and the options of a request."""
     own = item.request if isinstance(item.request, dict) else {}
     if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:
         raise RequestError(f"{name} has no meaning for a score; leave it out", param=name, value=own[name])
     prompt = item.engine_input()
-    if not prompt.token_ids:  # with a continuation it would not be empty
+    if not prompt.token_ids:  # checked here, since a continuation follows it
         raise RequestError("prompt is empty; it needs at least one token")
     return prompt, request_options(own)
 
@@ -105,14 +105,14 @@ def _score(token_ids: list[int], output: RequestOutput) -> ContinuationScore:
 
 
 class ContinuationReader:
-    """Reads what `LLM.score` is given as continuations; its errors are RequestErrors with the place of a wrong one."""
+    """Parses the `continuations` of `LLM.score`; its RequestErrors name the position of a bad continuation."""
 
     def __init__(self, tokenizer: Any, rules: MediaRules | None, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._placeholders = set() if rules is None else {rules.image_token_id, rules.video_token_id}
 
     def read(self, continuations: Any, num_requests: int) -> list[list[list[int]]]:
-        """Token ids of the continuations of each request."""
+        """Return the token ids of each request's continuations."""
         if isinstance(continuations, str) or not isinstance(continuations, Sequence) or not continuations:
             raise _error("continuations must be a list of strings or token ids, or such a list for each request")
         if _is_one(continuations[0]):
@@ -134,14 +134,14 @@ class ContinuationReader:
         if not token_ids:
             raise _error(f"{path} is empty; it needs at least one token")
         if self._placeholders & {*token_ids}:
-            raise _error(f"{path} has the placeholder of an image or a video; these belong into the request")
+            raise _error(f"{path} has the placeholder of an image or a video; put these into the request")
         if not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             raise _error(f"{path} has token ids outside [0, {self._vocab_size})")
         return token_ids
 
 
 def _is_one(continuation: Any) -> bool:
-    """Whether it is a single continuation."""
+    """Return whether the value is a single continuation."""
     if isinstance(continuation, str):
         return True
     is_list = isinstance(continuation, Sequence) and not isinstance(continuation, bytes) and bool(continuation)

@@ -1,8 +1,8 @@
 """OpenTelemetry traces: a span for each request, with children for its stages, sent with OTLP over HTTP.
 
 Names of spans and attributes follow vLLM (vllm/tracing) and OpenTelemetry's conventions for generative AI.
-Spans are made when a request ends, from the times in its output: nothing is done for a token or a step. A collector
-that does not answer, or any other failure of tracing, is told once and changes nothing for requests.
+Spans are created when a request ends, from the times in its output, so tracing costs nothing per token or step. A
+failure of tracing, such as a collector that does not answer, is logged once and does not affect requests.
 """
 
 import atexit
@@ -32,27 +32,27 @@ logger = logging.getLogger(__name__)
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first one counts
-# When an engine is shut down: for the spans that are left, and then until an attempt has ended.
+HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first that is set counts
+# At shutdown: the time to send the remaining spans, and then the time to end an attempt.
 FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
-CREDENTIAL_VARIABLES = (  # of OpenTelemetry: one names a package that provides the session of the exporter
+CREDENTIAL_VARIABLES = (  # of OpenTelemetry: either names a package that provides the exporter's session
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
 )
 
-_SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # a space or a slash of a password that is not percent-encoded
-_HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # what OpenTelemetry accepts of the environment
+_SPLIT_LOGIN = re.compile(r"\s|//[^/]*/.*@")  # an unencoded space, or an unencoded slash in a password
+_HEADER = re.compile(r"""[^\s"(),/:;<=>?@\\{}\[\]]+\s*=[^",;\\]*""")  # that OpenTelemetry accepts in the environment
 
 
 def trace_headers_of(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """The headers of an HTTP request that say which trace it belongs to; None without any."""
+    """Return the trace headers of an HTTP request; None if it belongs to no trace."""
     return {name: headers[name] for name in TRACE_HEADERS if name in headers} if TRACE_HEADERS[0] in headers else None
 
 
 def traces_url(endpoint: str) -> str:
-    """The URL that spans are sent to, from a collector's URL or one with a path; raises ArgumentError.
+    """Return the URL that receives the spans: `endpoint`, with the path /v1/traces if it has none.
 
-    It raises one, too, if OpenTelemetry is not installed.
+    Raises ArgumentError if the URL is invalid, or if OpenTelemetry is not installed.
     """
     parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
     is_whole = parts is not None and not _SPLIT_LOGIN.search(endpoint)
@@ -70,7 +70,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def _check_headers() -> None:
-    """Raise ArgumentError for headers of the environment that cannot be sent: errors of OpenTelemetry show them."""
+    """Raise ArgumentError for unusable headers in the environment, since OpenTelemetry's errors would reveal them."""
     variable = next((name for name in HEADER_VARIABLES if os.environ.get(name)), HEADER_VARIABLES[0])
     for header in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
         sent = unquote(header)
@@ -86,7 +86,7 @@ def check_endpoint(endpoint: str | None) -> None:
 
 
 def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
-    """What sends the spans of an engine's requests to a collector; None without one."""
+    """Create the tracer that sends the spans of an engine's requests to a collector; None without an endpoint."""
     if endpoint is None:
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -96,9 +96,9 @@ def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
 
 
 def _status_session() -> "requests.Session":
-    """A session that reads the status of a response, but not its body: nothing uses the body, and it may be endless.
+    """Create a session that reads only the status of a response: the body is not used, and it may be endless.
 
-    Redirects are not followed.
+    The session does not follow redirects.
     """
     import requests
 
@@ -110,19 +110,19 @@ def _status_session() -> "requests.Session":
             return response
 
         def get_redirect_target(self, response: requests.Response) -> None:
-            """Say that there is none: otherwise `send` would read the body of a redirect."""
+            """Return None, since `send` would otherwise read the body of a redirect."""
 
     return StatusSession()
 
 
 class RequestTracer:
-    """Makes the spans of requests; threads may share it.
+    """Creates and exports the spans of requests; threads may share it.
 
-    Sampling, the size of batches and other settings are OpenTelemetry's own environment variables.
+    OpenTelemetry's environment variables configure sampling, the size of batches and other settings.
 
     Args:
-        model: what spans call it, where a request has no adapter.
-        destination: what the warning calls the exporter.
+        model: name of the model in the spans of requests without an adapter.
+        destination: name of the exporter in the warning.
     """
 
     def __init__(self, exporter: "SpanExporter", model: str, destination: str = "the exporter"):
@@ -133,7 +133,7 @@ class RequestTracer:
 
         self._model, self._propagator = model, TraceContextTextMapPropagator()
         resource = Resource.create({"service.name": "mmvllm"}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # which may take half a minute
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it may take half a minute
         self._exporter = warn_once(exporter, destination)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("mmvllm", mmvllm.__version__)
@@ -148,16 +148,16 @@ class RequestTracer:
         error_type: str | None = None,
         adapter: str | None = None,
     ) -> None:
-        """Make the spans of a request that has ended, with an error of this class if there was one.
+        """Create the spans of a request that has ended; `error_type` is the class of its error, if any.
 
-        If it used an adapter, the adapter's name is recorded as the model's.
+        The name of its adapter, if any, is recorded as the model's name.
         """
         try:
             model = adapter or self._model
             self._record(params, headers, output, error_type or ("RequestFailed" if output.error else None), model)
         except Exception:  # a request never fails because of its trace
             if not self._has_failed:
-                logger.warning("a request could not be traced; this is told once", exc_info=True)
+                logger.warning("a request could not be traced; this warning is logged once", exc_info=True)
             self._has_failed = True
 
     def _record(
@@ -175,7 +175,7 @@ class RequestTracer:
         span = self._tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=start)
         if span.is_recording():
             span.set_attributes(_of_request(model, params) | _of_output(output))
-            if error_type is not None:  # its text may quote the prompt
+            if error_type is not None:  # not its message, which may quote the prompt
                 span.set_status(StatusCode.ERROR)
                 span.set_attribute("error.type", error_type)
             context = set_span_in_context(span)
@@ -185,7 +185,7 @@ class RequestTracer:
         span.end(_nanoseconds(max(begin, output.finish_time)))
 
     def shutdown(self) -> None:
-        """Send what has been recorded, in at most `FLUSH_SECONDS + END_SECONDS`; safe to call twice."""
+        """Send the recorded spans, in at most `FLUSH_SECONDS + END_SECONDS`; safe to call twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -210,7 +210,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _stages(output: RequestOutput) -> list[tuple[str, float, float]]:
-    """(name, start, end) of those that the request has passed, or ended in; the ViT runs within the prefill."""
+    """Return (name, start, end) of the stages that the request has reached; the ViT runs within the prefill."""
     end, encoding_start = output.finish_time, output.encoding_start_time
     queued, scheduled, first_token = output.queue_start_time, output.first_scheduled_time, output.first_token_time
     reached_engine = scheduled is not None or output.preparation_end_time is not None
@@ -244,7 +244,7 @@ def _of_output(output: RequestOutput) -> dict[str, Any]:
         "gen_ai.usage.num_sequences": len(output.completions),
         "gen_ai.usage.prompt_tokens": output.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": completion,
-        "gen_ai.usage.input_tokens": output.num_prompt_tokens,  # the same two by the newer names
+        "gen_ai.usage.input_tokens": output.num_prompt_tokens,  # the same two counts under their newer names
         "gen_ai.usage.output_tokens": completion,
         "gen_ai.response.finish_reasons": [one.finish_reason for one in output.completions],
         "mmvllm.usage.cached_tokens": output.num_cached_tokens,
@@ -262,7 +262,7 @@ def _of_output(output: RequestOutput) -> dict[str, Any]:
 
 
 def ended_output(request_id: str, arrival_time: float, num_completions: int, error_type: str | None) -> RequestOutput:
-    """What stands in a trace for a request that has ended now, without an output: with an error, or given up."""
+    """Return an output to trace a request that has just failed or been aborted without one."""
     reason = "aborted" if error_type is None else "error"
     completions = [CompletionOutput("", [], reason) for _ in range(num_completions)]
     return RequestOutput(request_id, completions, arrival_time=arrival_time, finish_time=time.time())
@@ -275,10 +275,10 @@ def warn_once(exporter: "SpanExporter", destination: str) -> "SpanExporter":
     class WarnOnceExporter(SpanExporter):
         def __init__(self) -> None:
             self._is_losing = self._is_shut_down = False
-            logging.getLogger(EXPORTER_LOGGER).addFilter(_REASONS)  # once, however often it is added
+            logging.getLogger(EXPORTER_LOGGER).addFilter(_REASONS)  # added only once, however often this runs
 
         def export(self, spans: Sequence) -> SpanExportResult:
-            if self._is_shut_down:  # what is left was not sent in time
+            if self._is_shut_down:  # the remaining spans were not sent in time
                 return SpanExportResult.FAILURE
             _REASONS.first = ""
             try:
@@ -304,7 +304,7 @@ def warn_once(exporter: "SpanExporter", destination: str) -> "SpanExporter":
 
 
 def _public(text: str) -> str:
-    """A text without the logins and the queries of URLs, which may have a token."""
+    """Remove the logins and queries of URLs from a text, since they may contain secrets."""
     return re.sub(r"\?\S+", "?***", without_logins(text))
 
 

@@ -1,1 +1,1 @@
-"""Attention backends, linear layers, norms, experts; `Batch`, the tensors of one forward pass."""
+"""Attention backends, linear layers, norms and experts, and `Batch`, the tensors of one forward pass."""

@@ -16,12 +16,12 @@ from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attentio
 from mmvllm.layers.batch import Batch
 from mmvllm.utils.transfer import to_device
 
-FLASH_BLOCK_SIZE = 256  # FlashAttention 2 reads paged KV in blocks of a multiple of this
+FLASH_BLOCK_SIZE = 256  # FlashAttention 2 needs a block size of the paged KV cache that is a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Lengths of packed sequences, each of which attends to itself only."""
+    """Packed sequences, each of which attends only to itself."""
 
     lens: Sequence[int]
     cu_seqlens: Tensor  # (len(lens) + 1,) int32, the start of each, and the end of the last
@@ -40,8 +40,8 @@ class AttentionBackend(Protocol):
     """Causal attention of q (N, H, D) over cached keys and values, and full attention over k and v of q's shape."""
 
     name: ClassVar[str]
-    block_size: ClassVar[int]  # of the KV cache by default: smaller blocks share longer prefixes
-    in_graphs: ClassVar[bool]  # whether a step can be captured: it reads no device values on the host
+    block_size: ClassVar[int]  # default block size of the KV cache; smaller blocks share longer prefixes
+    in_graphs: ClassVar[bool]  # whether a CUDA graph can capture it, because it reads no device values on the host
 
     @staticmethod
     def paged(q: Tensor, k_cache: KVCache, v_cache: KVCache, batch: Batch) -> Tensor: ...
@@ -51,7 +51,7 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """Plain torch, for any device; the reference of the others."""
+    """Plain torch for any device, the reference for the other backends."""
 
     name, block_size, in_graphs = "torch", 16, False
 
@@ -65,7 +65,7 @@ class TorchAttention:
 
 
 class TritonAttention:
-    """The kernels of `mmvllm.kernels`."""
+    """The Triton kernels of `mmvllm.kernels`."""
 
     name, block_size, in_graphs = "triton", 16, True
 
@@ -94,7 +94,7 @@ class FlashAttention:
             if n == S:
                 return singles
         out = flash_attn_varlen_func(
-            q,  # whole: cu_seqlens_q[n:] points into it, and rows before that are not written
+            q,  # all rows: cu_seqlens_q[n:] indexes them, and earlier rows are not written
             k_cache,
             v_cache,
             cu_seqlens_q=batch.cu_seqlens_q[n:],
@@ -117,11 +117,11 @@ class FlashAttention:
 
 
 class Flash4Attention:
-    """Prompts with the flash-attn-4 package, for compute capability 9.0 and 10.x.
+    """The flash-attn-4 package for prompts, on GPUs of compute capability 9.0 and 10.x.
 
-    Single queries take the Triton kernel: the package splits contexts on capability 10.x only, and not by default. It
-    loads the keys of small blocks row by row, but blocks of its tiles' size whole: these may hold NaN in rows that no
-    token has written, and zero times NaN is NaN.
+    Single queries use the Triton kernel, because the package splits contexts only on capability 10.x, and not by
+    default. It loads the keys of small blocks row by row, but blocks of its tiles' size as a whole: rows that no token
+    has written may hold NaN, and zero times NaN is NaN.
     """
 
     name, block_size, in_graphs = "flash4", 16, True
@@ -137,7 +137,7 @@ class Flash4Attention:
             if n == S:
                 return singles
         out, _ = flash_attn_varlen_func(
-            q,  # whole, as for flash-attn 2; lengths on the host are left out, as they would select kernels to compile
+            q,  # all rows, as above; host lengths are left out, as they would select kernels to compile
             k_cache,
             v_cache,
             cu_seqlens_q=batch.cu_seqlens_q[n:],
@@ -158,7 +158,7 @@ class Flash4Attention:
 
 
 class TorchVarlenAttention:
-    """FlashAttention as built into torch (torch/nn/attention/varlen.py), with a block table not in every version."""
+    """torch's FlashAttention (torch/nn/attention/varlen.py), which takes a block table in some versions only."""
 
     name, block_size, in_graphs = "torch-varlen", FLASH_BLOCK_SIZE, True
 
@@ -189,7 +189,7 @@ class TorchVarlenAttention:
 
 
 def _num_single(batch: Batch) -> int:
-    """The number of first sequences that have one query each, as far as the batch says it."""
+    """Return how many of the first sequences are known to have one query each."""
     return len(batch.query_lens) if max(batch.query_lens) == 1 else batch.num_decodes
 
 

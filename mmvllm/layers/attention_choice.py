@@ -1,4 +1,4 @@
-"""The choice of attention backends, for the decoder and apart from it for the ViT, and the reasons for it."""
+"""Choose the attention backends of the decoder and of the ViT, and give the reasons."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,7 +28,7 @@ Backend = type[AttentionBackend]
 WhyNot = Callable[[Backend], str | None]
 
 NAMES = ("flash", "flash4", "triton", "torch")
-# The fastest first. For the ViT, torch's own FlashAttention comes before the Triton kernels: it needs no block table.
+# Fastest first. The ViT needs no block table, so torch's FlashAttention comes before the Triton kernels there.
 DECODER: tuple[Backend, ...] = (FlashAttention, Flash4Attention, TritonAttention, TorchVarlenAttention, TorchAttention)
 VISION: tuple[Backend, ...] = (FlashAttention, Flash4Attention, TorchVarlenAttention, TritonAttention, TorchAttention)
 IMPORTS = {
@@ -46,10 +46,10 @@ def choose_attention(
     block_size: int | None,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Backend, str]:
-    """The decoder's backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
+    """Return the decoder's backend called `name`, or the fastest usable one for "auto", and the reason for the choice.
 
-    `block_size` is None if the backend may choose it, `kv_dtype` if keys and values are stored in `dtype`. Raises
-    ValueError if `name` is unknown or cannot be used, with the reason, and for 8-bit floats that the GPU does not have.
+    `block_size` is None if the backend may choose it, and `kv_dtype` if keys and values are stored in `dtype`. Raises
+    ValueError with the reason if `name` is unknown or unusable, and for 8-bit floats that the GPU does not support.
     """
     if kv_dtype == E4M3 and not supports_fp8(device):
         raise ValueError("kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or above; 'int8' runs on any")
@@ -79,7 +79,7 @@ def unusable_backends(
     block_size: int | None,
     kv_dtype: torch.dtype | None = None,
 ) -> dict[str, str | None]:
-    """Why the decoder cannot use each backend, or None if it can; the fastest first."""
+    """Return for each backend why the decoder cannot use it, or None if it can; the fastest first."""
     reasons = {
         backend.name: _why_not_paged(backend, head_dim, device, dtype, block_size, kv_dtype)
         for backend in DECODER
@@ -89,9 +89,9 @@ def unusable_backends(
 
 
 def warm_up_attention(backend: Backend, num_heads: int, kv_cache: KVCache, dtype: torch.dtype) -> None:
-    """Compile what the decoder's attention needs for queries of this dtype, so that no request waits for it.
+    """Compile the kernels of the decoder's attention for queries of this dtype, before requests need them.
 
-    kv_cache (2, num_blocks, block_size, K, D), of one layer, is read, whatever it holds, and not written.
+    kv_cache (2, num_blocks, block_size, K, D), of one layer, may hold any values; it is only read.
     """
     k_cache, v_cache = kv_cache
     for batch in _small_steps(kv_cache.device):
@@ -102,7 +102,7 @@ def warm_up_attention(backend: Backend, num_heads: int, kv_cache: KVCache, dtype
 def _choose(
     option: str, name: str, candidates: tuple[Backend, ...], why_not: WhyNot, device: torch.device
 ) -> tuple[Backend, str]:
-    """The first candidate that answers to `name` and can be used, and what is wrong with those before it."""
+    """Return the first usable candidate for `name`, and the reasons against the candidates before it."""
     if name not in ("auto", *NAMES):
         raise ValueError(f"{option} must be {listed(('auto', *NAMES))}, got {name!r}")
     reasons: dict[str, str] = {}  # by backend
@@ -116,7 +116,7 @@ def _choose(
 
 
 def _answering(name: str, candidates: tuple[Backend, ...], device: torch.device) -> Iterator[Backend]:
-    """Candidates of an option's value: "torch" is both the kernels in torch and the plain path."""
+    """Yield the candidates for an option's value; "torch" is both torch's FlashAttention and plain torch."""
     for backend in candidates:
         if backend is TorchVarlenAttention and device.type != "cuda":
             continue
@@ -136,7 +136,7 @@ def _why_not_paged(
     block_size: int | None,
     kv_dtype: torch.dtype | None,
 ) -> str | None:
-    """Why a backend cannot run the decoder, or None if it can."""
+    """Return why a backend cannot run the decoder, or None if it can."""
     if backend is TorchAttention:
         return None
     if backend is TritonAttention:
@@ -150,7 +150,7 @@ def _why_not_paged(
 def _wrong_block_size(backend: Backend, block_size: int | None) -> str | None:
     if block_size is None:
         return None
-    if backend is Flash4Attention:  # see there; its tiles have 64 keys or more
+    if backend is Flash4Attention:  # its tiles have 64 keys or more, see `Flash4Attention`
         return f"needs kvcache_block_size to be below 64, it is {block_size}" if block_size >= 64 else None
     if block_size % FLASH_BLOCK_SIZE:
         return f"needs kvcache_block_size to be a multiple of {FLASH_BLOCK_SIZE}, it is {block_size}"
@@ -158,7 +158,7 @@ def _wrong_block_size(backend: Backend, block_size: int | None) -> str | None:
 
 
 def _why_not_packed(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run the ViT, or None if it can."""
+    """Return why a backend cannot run the ViT, or None if it can."""
     if backend is TorchAttention:
         return None
     if backend is TritonAttention:
@@ -167,14 +167,14 @@ def _why_not_packed(backend: Backend, head_dim: int, device: torch.device, dtype
 
 
 def _why_not(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a package's kernels cannot be used, as far as this is known without running them."""
+    """Return why a package's kernels cannot be used, as far as this is known without running them."""
     if device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
     return _import_failure(backend) or _unsupported(backend, head_dim, device, dtype)
 
 
 def _import_failure(backend: Backend) -> str | None:
-    """Whether the package is missing, broken, or another one that shares a part of its name."""
+    """Return why a package cannot be imported: it is missing, broken, or another one with a part of its name."""
     module, names = IMPORTS[backend]
     try:
         found = import_module(module)
@@ -183,13 +183,13 @@ def _import_failure(backend: Backend) -> str | None:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             return f"is not installed; pip install 'mmvllm[{backend.name}]'"
         return f"cannot be imported: {error}"
-    except Exception as error:  # the import of a binary for another torch or CUDA raises anything
+    except Exception as error:  # a binary for another torch or CUDA may raise anything
         return f"cannot be imported: {error}"
     return f"cannot be imported: {module} has no {missing[0]}" if missing else None
 
 
 def _unsupported(backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why FlashAttention has no kernel for this model on this device; 2 is in torch as well."""
+    """Return why FlashAttention has no kernel for this model on this device; torch includes version 2."""
     capability = torch.cuda.get_device_capability(device)
     largest = 256
     if backend is Flash4Attention:
@@ -206,11 +206,11 @@ def _unsupported(backend: Backend, head_dim: int, device: torch.device, dtype: t
 
 
 def _failure(run: Callable[[], None]) -> str | None:
-    """What a backend raised on a small input, in one line."""
+    """Return the error that a backend raises on a small input, in one line, or None."""
     try:
         with torch.inference_mode():
             run()
-    except Exception as error:  # versions differ in what they support, and in how they say so
+    except Exception as error:  # versions differ in the cases that they support and in the errors that they raise
         text = " ".join(str(error).split())
         return f"fails on a small input: {type(error).__name__}: {text[:200]}"
     return None
@@ -219,7 +219,7 @@ def _failure(run: Callable[[], None]) -> str | None:
 def _try_paged(
     backend: Backend, head_dim: int, device: torch.device, dtype: torch.dtype, block_size: int | None
 ) -> None:
-    """Raise unless a few small steps give what plain torch gives."""
+    """Raise if the results of a few small steps differ from plain torch."""
     generator = torch.Generator(device).manual_seed(0)
     normal = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     k_cache, v_cache = (normal(1, block_size or backend.block_size, 1, head_dim) for _ in range(2))
@@ -238,13 +238,13 @@ def _try_packed(backend: Backend, head_dim: int, device: torch.device, dtype: to
 
 
 def _small_steps(device: torch.device) -> Iterator[Batch]:
-    """Decodes, a short and a longer prompt, and all of them in one step."""
+    """Yield batches: decodes, a short and a longer prompt, and all of them in one step."""
     for query_lens, num_decodes in (([1, 1], 2), ([3], 0), ([300], 0), ([1, 3, 300], 1)):
         yield _small_step(query_lens, num_decodes, device)
 
 
 def _small_step(query_lens: list[int], num_decodes: int, device: torch.device) -> Batch:
-    """Sequences with four keys before their queries, which all read block 0 again and again."""
+    """Return sequences with four keys before their queries; all entries of their block tables are block 0."""
     kv_lens = [length + 4 for length in query_lens]
     tokens = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
     return Batch(

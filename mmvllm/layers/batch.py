@@ -1,6 +1,6 @@
-"""One forward pass as packed tensors: what a model is given.
+"""The packed tensors of one forward pass, which a model takes.
 
-Letters used for shapes everywhere: N tokens in a step, S sequences, T tokens of a sequence, H query heads, K KV heads,
+Letters in shapes, everywhere: N tokens in a step, S sequences, T tokens of a sequence, H query heads, K KV heads,
 D head size, C hidden size, P patches, M vision embeddings, V vocabulary, R sampled tokens, Q tokens with
 prompt outputs, I inner size of an MLP, E experts, k experts of a token.
 """
@@ -13,15 +13,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """Which rows of a layer's input go through which LoRA adapter; rows without one are not named."""
+    """The LoRA adapters of the rows of a layer's input; rows without an adapter are not listed."""
 
     rows: Tensor  # (L,) int64, sorted by the slots of their adapters
     ends: Tensor  # (slots,) int32, where the rows of each slot end
-    slots: frozenset[int]  # that have rows, on the host
+    slots: frozenset[int]  # slots that have rows, on the host
 
     @classmethod
     def alone(cls, slot: int, num_slots: int, num_rows: int, device: torch.device) -> "AdapterRows":
-        """All rows in one slot."""
+        """Assign all rows to one slot."""
         ends = torch.full((num_slots,), num_rows, dtype=torch.int32, device=device)
         ends[:slot] = 0
         return cls(torch.arange(num_rows, device=device), ends, frozenset((slot,)))
@@ -35,7 +35,7 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The chunks of one step, packed end to end. Host copies of lengths spare the device a round trip.
+    """The chunks of one step, packed end to end; lengths are also on the host, to avoid synchronization.
 
     0 | sequence 1 |  sequence 2 (a chunk)  |        tokens along N; sequence 0 decodes
     cu_seqlens_q = [0, 1, 11, 36]                    sequence s owns tokens [cu[s], cu[s + 1])
@@ -48,13 +48,13 @@ class Batch:
     cu_seqlens_q: Tensor  # (S + 1,) int32
     kv_lens: Tensor  # (S,) int32
     cu_seqlens_k: Tensor | None  # (S + 1,) int32, running sum of kv_lens; None where every sequence decodes
-    block_table: Tensor  # (S, max_blocks) int32; any blocks behind a sequence's own
+    block_table: Tensor  # (S, max_blocks) int32; entries after a sequence's blocks are arbitrary
     logits_indices: Tensor  # (R + Q,) int64, tokens whose final hidden states are computed: sampled ones first
     mm_token_indices: Tensor  # (M,) int64, placeholder token that each embedding belongs to
     query_lens: tuple[int, ...]  # on the host
     context_lens: tuple[int, ...]  # kv_lens, on the host; upper limits of them in a CUDA graph
-    num_decodes: int = 0  # the first sequences, with one token each; more such sequences may follow
-    adapters: AdapterRows | None = None  # of the tokens; None where no sequence uses one
+    num_decodes: int = 0  # the first sequences, with one token each; later sequences may also have one
+    adapters: AdapterRows | None = None  # of the tokens; None if no sequence uses an adapter
 
     def __post_init__(self) -> None:
         N, S = len(self.input_ids), len(self.kv_lens)
@@ -65,7 +65,7 @@ class Batch:
 
 
 def prompt_batch(num_tokens: int, num_logits: int, block_size: int, device: torch.device) -> Batch:
-    """One text prompt in the first blocks of the cache, with logits of its first `num_logits` tokens."""
+    """Return one text prompt in the first blocks of the cache, with logits for its first `num_logits` tokens."""
     tokens = torch.arange(num_tokens, device=device)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     return Batch(

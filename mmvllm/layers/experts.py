@@ -22,9 +22,9 @@ from mmvllm.quantization.onednn import OneDNNLinear
 
 
 class SparseMLP(nn.Module):
-    """A router, and the experts that it chooses for each token.
+    """A router and its experts.
 
-    Of several ranks, each has the router and a part of the experts; the sum of their results is that of all experts.
+    Each rank has the router and a part of the experts; the sum of the ranks' results is the result of all experts.
     """
 
     def __init__(self, hidden_size: int, experts: ExpertsConfig, ranks: Ranks = SINGLE):
@@ -34,18 +34,18 @@ class SparseMLP(nn.Module):
         self.experts = Experts(hidden_size, Shard.cut(experts.num_experts, ranks), experts.intermediate_size)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """x (N, C) -> the weighted sum of the outputs of its experts on this rank (N, C); no adapter adapts them."""
+        """Return the weighted sum (N, C) of the rank's experts for x (N, C); experts have no adapters."""
         probs = self.gate(x).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.num_experts_per_tok, dim=-1)  # (N, k)
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.experts(x, chosen, weights.to(x.dtype))  # rounded, as transformers does
+        return self.experts(x, chosen, weights.to(x.dtype))  # rounded as in transformers
 
 
 class Experts(nn.Module, LinearMethodModule):
     """Gated MLPs (arXiv 2002.05202): `gate_up_proj` (E, 2 I, C), gate first, and `down_proj` (E, C, I).
 
-    Of a shard of the experts, E is its length; choices of other experts add nothing. A token's results are added in an
-    order that depends on this token alone: that of its experts on a CPU, that of their probabilities with Triton.
+    With a shard of the experts, E is its length, and the choices of other experts add nothing. A token's results are
+    added in an order that depends only on this token: by expert on a CPU, by probability with Triton.
     """
 
     linear_method: list[tuple[LinearMethod, LinearMethod]] | None = None  # gate_up and down of each expert
@@ -68,7 +68,7 @@ class Experts(nn.Module, LinearMethodModule):
 
     def process_weights_after_loading(self) -> None:
         if self.linear_method_cls is not None:
-            # Unlike in a Linear, few rows are not padded: a weight of 1536 x 2048 is read at 23 GB/s, padded at 18.
+            # Unlike in `Linear`, few rows are not padded: weights of 1536 x 2048 are read at 23 GB/s, padded at 18.
             make = (
                 partial(OneDNNLinear, min_rows=1) if self.linear_method_cls is OneDNNLinear else self.linear_method_cls
             )
@@ -77,17 +77,17 @@ class Experts(nn.Module, LinearMethodModule):
             self.gate_up_proj = self.down_proj = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x (N, C), the experts chosen for each token and their weights (N, k) -> (N, C)."""
+        """Return the sum (N, C) of the experts chosen for each token of x (N, C), with their weights (N, k)."""
         if self.shard.length == 0:
             return torch.zeros_like(x)
         own_first = (chosen.flatten() - self.shard.start) % self.shard.whole
         sorted_experts, order = own_first.sort(stable=True)
         experts = torch.arange(self.shard.length, device=x.device)
-        ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # of each expert's rows
+        ends = torch.searchsorted(sorted_experts, experts, right=True, out_int32=True)  # end of each expert's rows
         return (self._grouped if runs_triton(x) else self._in_a_loop)(x, weights, order, ends)
 
     def _grouped(self, x: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-        """Reads nothing on the host; `order` (N k,) are the choices sorted by expert."""
+        """Compute all experts at once, reading nothing on the host; `order` (N k,) sorts the choices by expert."""
         k = weights.shape[1]
         gate_up = grouped_linear(x[order // k], self.gate_up_proj, ends)
         rows = grouped_linear(silu_mul(gate_up), self.down_proj, ends)
@@ -98,7 +98,7 @@ class Experts(nn.Module, LinearMethodModule):
         return (results * weights[..., None].float()).sum(dim=1).to(x.dtype)
 
     def _in_a_loop(self, x: Tensor, weights: Tensor, order: Tensor, ends: Tensor) -> Tensor:
-        """One expert after the other, without those that no token has chosen."""
+        """Compute one expert after the other, skipping experts that no token has chosen."""
         tokens, weights = order // weights.shape[1], weights.flatten()[order, None].float()
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):

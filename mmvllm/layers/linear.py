@@ -1,4 +1,4 @@
-"""Linear layers; a `LinearMethod` may process and multiply their weights."""
+"""Linear layers, whose weights a `LinearMethod` may process and multiply."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ class AssembledModule(ABC):
 
     @abstractmethod
     def checkpoint_views(self) -> Iterator[CheckpointView]:
-        """One view for each tensor of the checkpoint; what no view covers is padding, and is zero."""
+        """Yield one view for each tensor of the checkpoint; values that no view covers are padding and are zero."""
 
 
 class LinearMethodModule(AssembledModule):
@@ -38,7 +38,7 @@ class LinearMethodModule(AssembledModule):
 
     @abstractmethod
     def weight_shapes(self) -> Sequence[torch.Size]:
-        """The shape (out, in) of each weight."""
+        """Return the shape (out, in) of each weight."""
 
     @abstractmethod
     def process_weights_after_loading(self) -> None:
@@ -46,17 +46,17 @@ class LinearMethodModule(AssembledModule):
 
 
 class Linear(nn.Linear, LinearMethodModule):
-    """x (N, in) -> x Wᵀ + b.
+    """A linear layer: x (N, in) -> x Wᵀ + b.
 
-    A size may be a `Shard`, the part of this rank. If the inputs are sharded, which allows no bias, the caller sums the
-    results of all ranks. With `Fp8Linear`, inputs are quantized too, unless they are quantized already. If a
-    weight is quantized here, its scales are computed from the rank's part of a row.
+    A size may be a `Shard`, this rank's part. If the inputs are sharded, there is no bias, and the caller sums the
+    results of all ranks. With `Fp8Linear`, inputs are quantized too, unless they already are. If the weight is
+    quantized while loading, its scales are computed from the rank's part of each row.
     """
 
     linear_method: LinearMethod | None = None
     quantized_parts: QuantizedParts | None = None  # the checkpoint's quantized weight, until it is processed
-    group_size: int | None = None  # of the checkpoint's quantized weight
-    adapters: AdapterStack | None = None  # where requests may have adapters of their own
+    group_size: int | None = None  # group size of the checkpoint's quantized weight
+    adapters: AdapterStack | None = None  # None unless requests may have adapters
 
     def __init__(self, in_size: int | Shard, out_size: int | Shard, bias: bool = True):
         rows, columns = Shard.of(out_size), Shard.of(in_size)
@@ -88,7 +88,7 @@ class Linear(nn.Linear, LinearMethodModule):
         yield from self._views(self.rows)
 
     def _views(self, rows: Shard, start: int = 0, part: int | None = None) -> Iterator[CheckpointView]:
-        """Views of the tensors whose rows begin at row `start` of the parameter."""
+        """Yield views of the tensors whose rows begin at row `start` of the parameter."""
         at = slice(start, start + rows.length)
         columns = slice(self.columns.length)
         if self.quantized_parts is not None:
@@ -99,7 +99,7 @@ class Linear(nn.Linear, LinearMethodModule):
             yield CheckpointView("bias", part, self.bias.data[at], (rows,))
 
     def part_widths(self) -> Sequence[int]:
-        """Outputs of each layer of the checkpoint."""
+        """Return the number of outputs of each layer of the checkpoint."""
         return (self.out_features,)
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
@@ -113,9 +113,9 @@ class Linear(nn.Linear, LinearMethodModule):
 
 
 class MergedLinear(Linear):
-    """Several linear layers of the checkpoint stacked into one, so that a single product computes all outputs.
+    """Several linear layers of the checkpoint stacked into one; a single product computes all outputs.
 
-    x -> one output per entry of `out_sizes`, with `padding` more values than the checkpoint's weight has rows.
+    Returns one output per entry of `out_sizes`, with `padding` more values than the checkpoint's weight has rows.
     """
 
     def __init__(self, in_size: int, out_sizes: Sequence[int | Shard], bias: bool, padding: int = 0):
@@ -144,13 +144,13 @@ class SiluGate(MergedLinear):
         super().__init__(in_size, [intermediate_size] * 2, bias=bias, padding=padding)
 
     def _make_method(self, weight: Tensor | QuantizedTensor) -> LinearMethod:
-        # Adapters add to what the activation is applied to.
+        # Adapters add to the activation's input, which a fused gate does not expose.
         if self.linear_method_cls is OneDNNLinear and self.adapters is None:
             return OneDNNGate(weight, self.bias)
         return super()._make_method(weight)
 
     def forward(self, x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor | Fp8Rows:
-        """With `Fp8Linear`, the result is quantized to 8 bits too."""
+        """Return the gated activation, quantized to 8 bits with `Fp8Linear`."""
         if isinstance(self.linear_method, OneDNNGate):
             return self.linear_method(x)
         gate_up = Linear.forward(self, x, adapters)
@@ -167,11 +167,11 @@ class PaddedLinear(Linear):
 
 
 def by_rows(layers: Callable[..., Tensor], x: Tensor | Fp8Rows, adapters: AdapterRows | None = None) -> Tensor:
-    """layers(x), on a CPU in chunks of rows of x (N, C), so that wide intermediate results stay in the cache.
+    """Return layers(x); on a CPU, chunks of rows of x (N, C) keep wide intermediate results in the cache.
 
-    `layers` also takes the adapters of these rows, where there are any.
+    `layers` also takes the adapters of the rows, if there are any.
 
-    Chunks also keep intermediate tensors below 32 MiB. For larger ones the C library maps new pages every time, and
+    Chunks also keep intermediate tensors below 32 MiB. For larger ones, the C library maps new pages every time, and
     clearing them takes longer than computing the layer.
     """
     if isinstance(x, Fp8Rows) or x.device.type != "cpu" or len(x) <= _CACHED_ROWS:
@@ -183,9 +183,9 @@ def by_rows(layers: Callable[..., Tensor], x: Tensor | Fp8Rows, adapters: Adapte
 
 
 def weight_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights in `dtype`, or as their linear methods store them; the model may be a meta one.
+    """Return the bytes of a model's weights in `dtype`, or as their linear methods store them; also for a meta model.
 
-    A head with a linear method is a copy, also if it is tied to the embedding.
+    A head with a linear method counts as a copy, even if it is tied to the embedding.
     """
     total, shared = 0, set()
     for module in model.modules():

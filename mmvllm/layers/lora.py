@@ -1,4 +1,4 @@
-"""The matrices of LoRA adapters (arXiv 2106.09685) in the slots of a device, for one linear layer."""
+"""The LoRA matrices (arXiv 2106.09685) of one linear layer, for every adapter slot on the device."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -19,8 +19,8 @@ class AdapterStack:
     """LoRA matrices of every slot, padded with zeros to the largest rank.
 
     Args:
-        widths: outputs of each part of the layer.
-        regions: of each part, by the part's number in `CheckpointView`.
+        widths: number of outputs of each part of the layer.
+        regions: region of each part, by the part's number in `CheckpointView`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AdapterStack:
         self._used: set[int] = set()  # slots whose adapters adapt this layer
 
     def write(self, slot: int, matrices: Mapping[int | None, Matrices]) -> None:
-        """Put an adapter's matrices, by part, into a slot; copies that need not be waited for."""
+        """Copy an adapter's matrices, by part, into a slot, without waiting for the copies."""
         if slot in self._used:
             self.a[slot].zero_()
             self.b[slot].zero_()
@@ -53,11 +53,11 @@ class AdapterStack:
                 self._used.add(slot)
 
     def add(self, y: Tensor, x: Tensor | Fp8Rows, rows: AdapterRows) -> None:
-        """Add to y (N, out), in place, what the adapters of these rows make of x (N, in)."""
+        """Add the outputs of these rows' adapters for x (N, in) to y (N, out), in place."""
         if not self._used.isdisjoint(rows.slots):
             x = x.values.to(y.dtype) * x.scale[:, None].to(y.dtype) if isinstance(x, Fp8Rows) else x
             self.compute(y, x, rows)
 
     def compute(self, y: Tensor, x: Tensor, rows: AdapterRows) -> None:
-        """`add`, without skipping slots that are empty here."""
+        """Do the work of `add`, even for slots that are empty in this layer."""
         lora_add(y, x.contiguous(), self.a, self.b, rows.rows, rows.ends, self._widths)

@@ -1,4 +1,4 @@
-"""The gated MLP of the decoder, and of some ViTs."""
+"""The gated MLP of the decoder and of some ViTs."""
 
 from torch import Tensor, nn
 
@@ -8,14 +8,14 @@ from mmvllm.layers.linear import PaddedLinear, SiluGate, by_rows
 from mmvllm.layers.sharding import Shard
 
 _ALIGNMENT = 8  # values: 16 bytes of a 16-bit dtype, the unit in which GPUs load rows of a matrix
-_SHARD_ALIGNMENT = 16  # that of 8-bit floats, which a whole size of published models has
+_SHARD_ALIGNMENT = 16  # for 8-bit floats; published sizes are multiples of it, but their shards may not be
 
 
 class GatedMLP(nn.Module):
     """SwiGLU (arXiv 2002.05202): x (N, C) -> (silu(x Gᵀ) * (x Uᵀ)) Dᵀ (N, C).
 
-    The inner size I is padded with zeros to a multiple of `_ALIGNMENT`, a shard of it to one of `_SHARD_ALIGNMENT`;
-    the sum of the results of all shards is that of the MLP.
+    The inner size I is padded with zeros to a multiple of `_ALIGNMENT`, or of `_SHARD_ALIGNMENT` for a shard. The sum
+    of all shards' results is the MLP's result.
     """
 
     def __init__(self, size: int, intermediate_size: int | Shard, bias: bool = False):

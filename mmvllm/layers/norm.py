@@ -9,7 +9,7 @@ from mmvllm.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation, computed in float32 (arXiv 1910.07467)."""
+    """Root-mean-square normalization, computed in float32 (arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -20,20 +20,20 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (N, C) and the residual (N, C), None in the first layer -> their normalised sum, and their sum."""
+        """Return the normalized sum of x and residual, both (N, C), and the sum; the first layer has no residual."""
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def add_fp8(self, x: Tensor, residual: Tensor | None) -> tuple[Fp8Rows, Tensor]:
-        """`add`, with the normalised sum quantized to 8 bits."""
+        """Do the same as `add`, with the normalized sum quantized to 8 bits."""
         if residual is None:
             return quantize_rows(self(x)), x
         return add_rms_norm_fp8(x, residual, self.weight, self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalisation by mean and variance (arXiv 1607.06450)."""
+    """Normalization by mean and variance (arXiv 1607.06450)."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__(size, eps)

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank holds."""
+"""The parts of a checkpoint's tensors that a rank has."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from mmvllm.quantization.quantized_tensor import QuantizedPartView
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of one dimension: `length` of `whole` values, from `start` on."""
+    """A part of one dimension: `length` of `whole` values, starting at `start`."""
 
     start: int
     length: int
@@ -19,12 +19,12 @@ class Shard:
 
     @classmethod
     def of(cls, size: "int | Shard") -> "Shard":
-        """A shard as it is; all of a dimension that is given by its size."""
+        """Return a shard unchanged; for a size, return the shard that is the whole dimension."""
         return size if isinstance(size, Shard) else cls(0, size, size)
 
     @classmethod
     def cut(cls, whole: int, ranks: Ranks) -> "Shard":
-        """The rank's part: a quotient that is rounded up, so only the last ranks have less, or nothing."""
+        """Return the rank's part; the width is rounded up, so only the last ranks have less, or nothing."""
         width = shard_width(whole, ranks)
         start = min(ranks.rank * width, whole)
         return cls(start, min(width, whole - start), whole)
@@ -39,16 +39,16 @@ class Shard:
 
 
 def shard_width(whole: int, ranks: Ranks) -> int:
-    """The length of the longest of the ranks' shards."""
+    """Return the length of the longest of the ranks' shards."""
     return -(-whole // ranks.size)
 
 
 class CheckpointView(NamedTuple):
-    """Where the values of a checkpoint's tensor are copied to.
+    """The view of a parameter that a checkpoint's tensor is copied to.
 
     Args:
-        part: None where the parameter has one such tensor.
-        view: a part of the parameter.
+        part: number of the tensor in the parameter; None if the parameter has only one.
+        view: the tensor's part of the parameter.
         region: the part of the tensor that is copied, by dimension.
     """
 

@@ -12,7 +12,7 @@ from mmvllm.processes.ranks import SINGLE, Ranks
 
 
 class VocabularyEmbedding(nn.Module, AssembledModule):
-    """Token ids (N,) -> embeddings (N, C), of a weight (V', C): the rank's part of V rows, padded to equal widths."""
+    """Embeddings (N, C) of token ids (N,); the weight (V', C) is the rank's part of V rows, padded to equal widths."""
 
     def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = SINGLE):
         super().__init__()
@@ -32,14 +32,14 @@ class VocabularyEmbedding(nn.Module, AssembledModule):
 
 
 class VocabularyHead(Linear):
-    """Hidden states (R, C) -> logits (R, V) on rank 0, its own (R, V') on another; no exchange if R is 0."""
+    """Logits (R, V) of hidden states (R, C) on rank 0, its part (R, V') on another rank; no collective if R is 0."""
 
     def __init__(self, hidden_size: int, vocab_size: int, ranks: Ranks = SINGLE):
         super().__init__(hidden_size, shard_width(vocab_size, ranks), bias=False)
         self.ranks, self.shard = ranks, Shard.cut(vocab_size, ranks)
 
     def checkpoint_views(self) -> Iterator[CheckpointView]:
-        if self.weight is not None:  # as it is in a head that is tied to the embedding
+        if self.weight is not None:  # None in a head that is tied to the embedding
             yield _view(self.weight, self.shard)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""LoRA adapters of requests; `mmvllm.lora.request` is the module that programs for vLLM import."""
+"""LoRA adapters of requests; programs written for vLLM import `mmvllm.lora.request`."""
 
 from mmvllm.lora.request import LoRARequest, adapter_name
 

@@ -1,8 +1,8 @@
-"""Which LoRA adapters are in the device's slots; the model runner owns the matrices themselves.
+"""Assigns LoRA adapters to the device's slots; the model runner owns the matrices.
 
-A sequence holds the slot of its adapter while it runs. Slots without users keep their adapters until they are needed,
-those that were used last for the longest. What was put into a slot is reported once (`take_new`), and written in the
-step that follows, in the order of the device: steps in flight still find what they were launched with.
+A sequence holds the slot of its adapter while it runs. A slot without users keeps its adapter until it is reused, the
+least recently used first. `take_new` reports each new assignment once. The next step writes it in device order, so
+steps in flight still use the adapters that they were launched with.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ class _Slot:
 
 
 class AdapterSlots:
-    """LRU over a fixed number of slots; nothing here touches device memory."""
+    """An LRU cache of adapters with a fixed number of slots; it does not touch device memory."""
 
     def __init__(self, num_slots: int):
         self.num_slots = num_slots
@@ -27,7 +27,7 @@ class AdapterSlots:
         self._new: dict[int, Adapter] = {}
 
     def acquire(self, adapter: Adapter, seq_id: int) -> int | None:
-        """Hold the adapter's slot for a sequence; None if others hold all slots."""
+        """Hold the adapter's slot for a sequence and return it; None if other adapters use all slots."""
         slot = self._slots.get(adapter.digest)
         if slot is None:
             index = self._unused()
@@ -40,17 +40,17 @@ class AdapterSlots:
         return slot.index
 
     def release(self, adapter: Adapter, seq_id: int) -> None:
-        """End a sequence's hold; harmless if there is none."""
+        """Release the adapter's slot for a sequence; do nothing if the sequence does not hold it."""
         if (slot := self._slots.get(adapter.digest)) is not None:
             slot.users.discard(seq_id)
 
     def take_new(self) -> tuple[tuple[int, Adapter], ...]:
-        """(slot, adapter) of what is to be written before the step that is scheduled now."""
+        """Return (slot, adapter) pairs to write before the step that is scheduled now."""
         new, self._new = tuple(self._new.items()), {}
         return new
 
     def forget_unused(self) -> None:
-        """After a step that failed, which may not have written its slots: its sequences hold none any more."""
+        """Clear slots without users after a failed step, which may not have written them; its sequences hold none."""
         for digest, slot in list(self._slots.items()):
             if not slot.users:
                 del self._slots[digest]
@@ -58,7 +58,7 @@ class AdapterSlots:
                 self._new.pop(slot.index, None)
 
     def check(self, users: dict[int, int]) -> None:
-        """Assert that exactly these sequences hold slots: their seq_ids, and the slots."""
+        """Assert that exactly the sequences in `users` hold slots; it maps seq_ids to slots."""
         held = {seq_id: slot.index for slot in self._slots.values() for seq_id in slot.users}
         assert held == users, f"slots held by {held}, should be {users}"
         indices = [slot.index for slot in self._slots.values()]

@@ -1,4 +1,4 @@
-"""The LoRA adapters of requests, in host memory: read where requests are prepared, never in a step."""
+"""Loads LoRA adapters into host memory while requests are prepared, never during a step."""
 
 import math
 import os
@@ -27,11 +27,11 @@ KEPT = 16  # adapters in host memory beyond those that requests in flight use
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter for one model.
+    """An adapter for one model, in host memory.
 
     Args:
-        digest: of its files, equal for equal adapters whatever they are called.
-        adapts_vision: whether the ViT's rows depend on it.
+        digest: digest of its files, which is equal for equal adapters of any name.
+        adapts_vision: whether it changes the ViT's embeddings.
     """
 
     name: str
@@ -40,21 +40,21 @@ class Adapter:
     adapts_vision: bool
 
     def item_digest(self, digest: bytes) -> bytes:
-        """Cache key of an item that is encoded with this adapter."""
+        """Return the cache key of a multimodal item that is encoded with this adapter."""
         return digest_of(self.digest, digest) if self.adapts_vision else digest
 
 
 def model_without_weights(model_config: ModelConfig) -> Model:
-    """A model that knows the names and shapes of its weights, and takes no memory for them."""
+    """Build a model that has the names and shapes of its weights, but no memory for them."""
     with torch.device("meta"):
         return family_of(model_config.architecture).build(model_config, TorchAttention)
 
 
 class AdapterStore:
-    """Reads adapters for one model and keeps those that were used last; any thread may call it.
+    """Loads adapters for one model and keeps the most recently used ones; any thread may call it.
 
-    For the device "meta" it keeps no values, only that an adapter can be used. It outlives an engine that has released
-    its memory, so `model` is one without weights.
+    For the device "meta", it only checks that adapters can be used, and keeps no values. It outlives an engine that has
+    released its memory, so `model` has no weights.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class AdapterStore:
         self._model, self._regions, self._max_rank = model, regions, max_rank
         self._dtype, self._device = dtype, device
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple, Adapter] = OrderedDict()  # by folder, and what it had in it
+        self._kept: OrderedDict[tuple, Adapter] = OrderedDict()  # by folder and state of its files
 
     def load(self, request: LoRARequest) -> Adapter:
-        """An adapter, read unless it is kept and its files are as before; raises RequestError for an unusable one."""
+        """Return an adapter, reading it unless an unchanged copy is kept; raises RequestError if it is unusable."""
         if not isinstance(request, LoRARequest):
             raise RequestError(
                 f"lora_request must be a LoRARequest, got {type(request).__name__}", param="lora_request", value=request
@@ -104,9 +104,9 @@ class AdapterStore:
         return Adapter(request.lora_name, _digest(folder), matrices, adapts_vision)
 
     def _matrices(self, target: Target, pair: LoraPair) -> Matrices:
-        """In the dtype of the weights, the scale in the second, in memory that is copied to a GPU without waiting."""
+        """Return the matrices in the weights' dtype, with the scale in the second, in pinned memory for a GPU."""
         made = pair.a.to(self._dtype), (pair.b.float() * pair.scale).to(self._dtype)
-        largest = made[0].abs().amax(1), made[1].abs().amax(0)  # of each rank; the bound below is infinite if one is
+        largest = made[0].abs().amax(1), made[1].abs().amax(0)  # per rank; any infinity makes the bound below infinite
         if not math.prod(values.double() for values in largest).sum().to(self._dtype).isfinite():
             reason = f"is too large for {self._dtype} with its scale of {pair.scale:g}"
             raise ValueError(f"the change of {target[0]} {reason}")
@@ -118,7 +118,7 @@ class AdapterStore:
 
 
 def _state(folder: Path) -> tuple:
-    """What tells a folder's adapter from a later one; other files in the folder are not read."""
+    """Return a key that changes when the adapter's files in a folder change; it ignores other files."""
     stats = [os.stat(path) if (path := folder / name).exists() else None for name in (CONFIG, WEIGHTS)]
     return os.path.realpath(folder), *(stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters of requests on a device: matrices of all slots beside each linear layer's weight."""
+"""Holds LoRA adapters on a device: the matrices of all slots, beside each linear layer's weight."""
 
 import torch
 
@@ -11,7 +11,7 @@ from mmvllm.models.lora import linear_regions
 
 
 class DeviceAdapters:
-    """Allocates the slots, which are empty; to be made before weights are processed."""
+    """The adapter slots of a model, which are initially empty; create it before weights are processed."""
 
     def __init__(self, model: Model, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device):
         self.num_slots, self.device = num_slots, device
@@ -38,7 +38,7 @@ class DeviceAdapters:
                 stack.compute(x.new_zeros(num_rows, stack.b.shape[1]), x, rows)
 
     def write(self, slot: int, adapter: Adapter) -> None:
-        """Put an adapter into a slot, in place of the one that was there."""
+        """Write an adapter into a slot, replacing the previous adapter."""
         matrices: dict[str, dict[int | None, Matrices]] = {}
         for (parameter, part), pair in adapter.matrices.items():
             matrices.setdefault(parameter, {})[part] = pair

@@ -1,4 +1,4 @@
-"""The LoRA adapter of a request, by vLLM's names."""
+"""`LoRARequest` names the LoRA adapter of a request, as in vLLM."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -12,9 +12,9 @@ class LoRARequest:
     """The adapter that a request uses.
 
     Args:
-        lora_name: what outputs and messages call it.
-        lora_int_id: accepted as in vLLM, and not used: adapters are told apart by what their files contain.
-        lora_path: the folder, as PEFT saves it, on the machine of the engine.
+        lora_name: name of the adapter in outputs and messages.
+        lora_int_id: accepted for compatibility with vLLM but unused; the contents of files identify adapters.
+        lora_path: folder of the adapter in PEFT's format, on the engine's machine.
 
     Raises RequestError for a wrong type.
     """
@@ -31,6 +31,6 @@ class LoRARequest:
 
 
 def adapter_name(request: Any) -> str | None:
-    """The name of a request's adapter; None for one without, or with a wrong one, which is refused later."""
+    """Return the name of a request's adapter; None if it has none or an invalid one, which is refused later."""
     adapter = request.get("lora_request") if isinstance(request, dict) else None
     return adapter.lora_name if isinstance(adapter, LoRARequest) else None

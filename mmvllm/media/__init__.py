@@ -1,4 +1,4 @@
-"""Untrusted images and videos: what may be fetched and decoded, and in which processes."""
+"""Fetch and decode untrusted images and videos within the limits of a policy, in worker processes."""
 
 from mmvllm.media.policy import MediaPolicy
 

@@ -1,4 +1,4 @@
-"""Media of untrusted senders is decoded in worker processes, which have a time limit and a memory limit."""
+"""Decode untrusted images and videos in worker processes with time and memory limits."""
 
 import pickle
 import threading
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from mmvllm.processors.videos.load import Load
     from mmvllm.processors.videos.processor import ClipPlan
 
-# What a process may allocate beyond what its task reserves: Pillow and FFmpeg take memory when they open a file.
-IMAGE_BYTES, OPENED_BYTES_PER_PIXEL = 256 * MiB, 8  # of a WebP image, two canvases
-VIDEO_BYTES = 1024 * MiB  # an animated WebP image as large as those; 131 MiB for H.264 of 8K in 10 bits
-NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # each of which loads torch, for resizing
+# Memory that a worker may allocate beyond its task's reservation: Pillow and FFmpeg allocate when they open a file.
+IMAGE_BYTES, OPENED_BYTES_PER_PIXEL = 256 * MiB, 8  # 8: the two canvases of a WebP image
+VIDEO_BYTES = 1024 * MiB  # enough for the largest animated WebP; 10-bit H.264 in 8K takes 131 MiB
+NUM_VIDEO_WORKERS = min(4, NUM_WORKERS)  # few, since each one loads torch to resize frames
 
 
 class MediaDecoder:
-    """Decodes media within the limits of a policy, from any number of threads; `close` ends its processes.
+    """Decodes media in worker processes within the limits of a policy; thread-safe. `close` ends the processes.
 
-    Videos have processes of their own, which are started with the first one.
+    Images and videos use separate worker pools. The first video starts the video workers.
     """
 
     def __init__(self, policy: MediaPolicy):
@@ -42,7 +42,7 @@ class MediaDecoder:
         self._video_pool = WorkerPool(NUM_VIDEO_WORKERS, _start_video, (policy,), VIDEO_DECODING.reserve)
 
     def start(self) -> None:
-        """Start a process before the first image needs it."""
+        """Start an image worker ahead of the first image."""
         self._pool.start()
 
     def close(self) -> None:
@@ -51,12 +51,12 @@ class MediaDecoder:
 
     @contextmanager
     def session(self) -> "Iterator[Load]":
-        """Functions that decode bytes; what they are decoding on exit is given up.
+        """Yield functions that decode encoded media; on exit, decoding still in progress is cancelled.
 
-        They raise MediaError, ImageError, VideoError and RequestError as `MediaPolicy.load` and `load_video` do, and
-        ImageError or VideoError for what takes longer than `image_timeout` or `video_timeout`, or ends its process.
+        They raise the errors of `MediaPolicy.load` and `load_video`. Decoding that exceeds `image_timeout` or
+        `video_timeout`, or that kills its worker process, is an ImageError or VideoError.
         """
-        from mmvllm.processors.videos.load import Load  # loads torch, which processes for images do without
+        from mmvllm.processors.videos.load import Load  # imports torch, which image workers do not need
 
         is_over = threading.Event()
         try:
@@ -85,7 +85,7 @@ class MediaDecoder:
 
 @contextmanager
 def _sentences(error_class: type[MediaFileError], kind: str, timeout: float, remedy: str) -> Iterator[None]:
-    """What can happen to a process, as an error for the sender."""
+    """Turn failures of a worker process into errors for the client."""
     try:
         yield
     except WorkerTimeout:
@@ -97,7 +97,7 @@ def _sentences(error_class: type[MediaFileError], kind: str, timeout: float, rem
         raise error_class("", f"the {kind} takes too much memory to decode; shrink it") from None
 
 
-# What follows runs in the processes.
+# The functions below run in the worker processes.
 
 _policy: MediaPolicy | None = None
 
@@ -114,14 +114,14 @@ def _start_video(policy: MediaPolicy) -> None:
 
 
 def import_video_decoders() -> None:
-    """Import what decodes videos now, so that the first one has its time and memory."""
+    """Import the video decoders now, outside the time and memory limits of the first video."""
     for name in ("mmvllm.processors.videos.load", "av"):
         with suppress(ImportError):
             import_module(name)
 
 
 def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.PickleBuffer, int, tuple[int, int]]:
-    """The size, the pixels, 3 bytes each, the orientation and the full size of what is encoded."""
+    """Decode an image; return its size, RGB bytes, EXIF orientation and size at full scale."""
     with memory_limit(IMAGE_BYTES + OPENED_BYTES_PER_PIXEL * _policy.max_pixels):
         image = _policy.load(data, draft, reserve_in_parent)
     return image.size, pickle.PickleBuffer(image.tobytes()), orientation_of(image), source_size(image)
@@ -129,7 +129,7 @@ def _decode(data: bytes, draft: Draft | None) -> tuple[tuple[int, int], pickle.P
 
 @contextmanager
 def memory_of_video() -> Iterator[None]:
-    """The memory limit of a worker process that decodes a video, which keeps nothing of it for itself."""
+    """Apply the memory limit of a video worker; on exit, return freed memory to the system."""
     try:
         with memory_limit(VIDEO_BYTES):
             yield

@@ -24,12 +24,12 @@ _HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 async def fetch(
     url: str, policy: MediaPolicy, kind: Kind = "image", count: Callable[[int], None] = lambda num_bytes: None
 ) -> bytes:
-    """Fetch the encoded image or video behind an http(s), data or file URL, as far as its size is allowed.
+    """Fetch the encoded image or video behind an http(s), data or file URL, within the policy's size limit.
 
-    `count` is called with numbers of bytes: as they arrive over HTTP, by another thread, and of others once they are
-    complete. What it raises ends the fetch.
+    `count` receives numbers of bytes: over HTTP as they arrive, from another thread; otherwise the total at the end.
+    An exception from `count` aborts the fetch.
 
-    Raises MediaError with the URL, the reason, and the field of the policy that would allow it.
+    Raises MediaError with the URL, the reason, and the policy field that would allow it.
     """
     if len(url) > MAX_URL_LENGTH and _scheme(url) in ("http", "https", "file"):
         raise MediaError(f"the URL must have at most {MAX_URL_LENGTH} characters, got {len(url)}")
@@ -118,15 +118,15 @@ def _shown(url: str) -> str:
 
 
 def _open_below(folder: Path, path: str, flags: int) -> int:
-    """An opener for a file in or below a folder; raises OSError or ValueError.
+    """Open a file in or below a folder, as an `opener` for `open`; raises OSError or ValueError.
 
     Symbolic links are resolved and must end inside the folder. The resolved path is then opened component by component
-    without following links, so that a link created in the meantime has no effect; on Windows it is opened as a whole.
+    without following links, so a link created in the meantime has no effect. On Windows it is opened as a whole.
     """
     root = os.path.realpath(folder)
     names = path.replace(os.sep, "/").split("/")
     is_below = any(Path(path).is_relative_to(one) for one in (root, os.path.abspath(folder)))
-    # A path that ends with a slash is that of a folder, although `Path` reads it as that of a file.
+    # A trailing slash denotes a folder, but `Path` drops it.
     if ".." in names or names[-1] in ("", ".") or not is_below:
         raise ValueError(path)  # the message must not reveal which files and links exist elsewhere
     real = os.path.realpath(path)

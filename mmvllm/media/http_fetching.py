@@ -1,7 +1,7 @@
 """Fetches images and videos over HTTP from the hosts that a MediaPolicy allows.
 
 The host name and the addresses of every redirect are checked, and the connection goes to the checked address. This
-module is for the URLs of a server's clients; `processors/download.py` fetches URLs that the caller of `LLM` gives.
+module fetches URLs from a server's clients; `processors/download.py` fetches URLs from callers of `LLM`.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from mmvllm.media.policy import MAX_URL_LENGTH, Kind, MediaError, MediaPolicy
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_ADDRESSES = 4  # per host, tried one after the other
-SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # of a body
-MAX_HEAD_BYTES = 256 * 1024  # until the head of the response is read, interim responses (103 and others) included
+SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 64, 4096  # a body may have at most 4096 chunks of fewer than 64 bytes
+MAX_HEAD_BYTES = 256 * 1024  # of the response head, including interim responses such as 103
 
-# Not the event loop's own threads, which data URIs need: a name server that does not answer holds these for seconds.
+# Not the event loop's threads, which decode data URIs: an unresponsive name server blocks a thread for seconds.
 _RESOLVERS = ThreadPoolExecutor(32, thread_name_prefix="mmvllm-resolve")
 
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -64,15 +64,15 @@ _FAILURES = {
 
 
 async def look_up(host: str, port: int) -> list[tuple]:
-    """What `socket.getaddrinfo` returns or raises."""
+    """Call `socket.getaddrinfo` in a resolver thread."""
     find = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     return await asyncio.get_running_loop().run_in_executor(_RESOLVERS, find)
 
 
 async def fetch_http(url: str, policy: MediaPolicy, kind: Kind, count: Callable[[int], None]) -> bytes:
-    """Fetch the body behind an http(s) URL, in an event loop of another thread, which calls `count`.
+    """Fetch the body behind an http(s) URL in the event loop of a separate thread, which also calls `count`.
 
-    A host that sends tiny chunks, or one interim response after the other, keeps the loop that reads them busy.
+    A host that sends tiny chunks or endless interim responses keeps only this loop busy.
 
     Raises MediaError with the reason, which never reveals the target of a redirect or the address of a host.
     """
@@ -88,14 +88,14 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """A download within the limits of a policy; `count` is called with the number of bytes as they arrive."""
+    """A download within the limits of a policy; `count` is called with the size of each chunk."""
 
     policy: MediaPolicy
     kind: Kind
     count: Callable[[int], None]
 
     async def run(self, url: str) -> bytes:
-        """The body behind a URL, after its redirects."""
+        """Return the body behind a URL, following redirects."""
         prefix = ""
         for _ in range(self.policy.max_redirects + 1):
             try:
@@ -141,7 +141,7 @@ class _Download:
         most = self.policy.most_bytes(self.kind)
         if int(fields.get(b"content-length", 0)) > most:
             raise self.policy.too_large(self.kind)
-        body, num_small = io.BytesIO(), 0  # which gives its bytes without a copy, as a bytearray would not
+        body, num_small = io.BytesIO(), 0  # BytesIO returns its bytes without a copy, unlike bytearray
         async for chunk in chunks:
             self.count(len(chunk))
             body.write(chunk)
@@ -154,7 +154,7 @@ class _Download:
 
 
 def is_allowed(address: Address, policy: MediaPolicy) -> bool:
-    """Whether an address is public or in an allowed network; an IPv4 address that is embedded in an IPv6 one counts."""
+    """Return whether an address is public or in an allowed network; checks an IPv4 address embedded in an IPv6 one."""
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
         if address in _NAT64:
@@ -165,7 +165,7 @@ def is_allowed(address: Address, policy: MediaPolicy) -> bool:
 
 
 def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
-    """Parse a URL strictly: URLs in which different parsers could see different hosts are refused."""
+    """Parse a URL strictly, refusing URLs in which parsers could disagree on the host."""
     if len(url) > MAX_URL_LENGTH:
         raise MediaError(f"the URL must have at most {MAX_URL_LENGTH} characters, got {len(url)}")
     if _FORBIDDEN.search(url):
@@ -176,7 +176,7 @@ def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
         )
     host = _host(match["host"])
     if not any(_matches(host, domain) for domain in policy.allowed_domains):
-        raise MediaError("its host is not one that this server fetches from", "allowed_domains")
+        raise MediaError("this server does not fetch from its host", "allowed_domains")
     try:
         target = urllib.parse.quote(match["target"], safe="%/:=&?~+!$,;'@()*[]")  # keeps existing escapes
     except UnicodeEncodeError:
@@ -186,9 +186,9 @@ def _parse(url: str, policy: MediaPolicy) -> httpcore2.URL:
 
 
 def _host(text: str) -> str:
-    """Check a host name or canonical address; other notations that C libraries read as addresses are refused."""
+    """Return a host name or canonical address; refuse other notations that C libraries accept as addresses."""
     if not text.isascii():  # lower() maps some non-ASCII letters to ASCII ones
-        raise MediaError("its host is not in plain letters; write it in its xn-- form")
+        raise MediaError("its host must be in ASCII; write it in its xn-- form")
     text = text.lower()
     try:
         if text.startswith("[") and "%" not in text:
@@ -197,10 +197,10 @@ def _host(text: str) -> str:
             return str(ipaddress.IPv4Address(text))
     except ValueError:
         raise MediaError(
-            "its host is not an address as it is usually written, such as 192.0.2.1 or [2001:db8::1]"
+            "its host is not an address in the usual notation, such as 192.0.2.1 or [2001:db8::1]"
         ) from None
     if len(text) > 253 or not _NAME.fullmatch(text):
-        raise MediaError("its host is not a name; write letters, digits, '-' and '.'")
+        raise MediaError("its host is not a valid name; use letters, digits, '-' and '.'")
     return text
 
 
@@ -223,7 +223,7 @@ def _tls() -> SSLContext:
 
 
 class _LimitedStream(httpcore2.AsyncNetworkStream):
-    """A connection that ends after `limit` bytes, which are `MAX_HEAD_BYTES` until the head has been read.
+    """A connection that fails after receiving `limit` bytes: `MAX_HEAD_BYTES` until the head has been read.
 
     The HTTP client limits neither the number of interim responses nor the extensions of chunks.
     """

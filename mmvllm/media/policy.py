@@ -19,17 +19,17 @@ from mmvllm.processors.videos.clip import Clip
 from mmvllm.processors.videos.limits import VideoLimits
 from mmvllm.utils.text import with_article
 
-MAX_URL_LENGTH = 8192  # characters, but for data URIs
+MAX_URL_LENGTH = 8192  # characters; data URIs are exempt
 
 if TYPE_CHECKING:
     from mmvllm.processors.videos.processor import ClipPlan
 
-# The formats that browsers show and clients and phones send; HEIF needs the extra `heif`. Pillow reads more, some of
-# them in slow Python loops that a few bytes of input can keep running for a long time.
+# The formats that browsers, clients and phones use; HEIF needs the extra `heif`. Pillow reads more formats, but some in
+# slow Python loops that a few bytes of input can keep running for a long time.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "HEIF")
 
-# FFmpeg's names of the containers that phones, cameras, browsers and screen recorders write, and of decoders of what is
-# in them. Videos may also be animated images in one of `FORMATS`. FFmpeg runs no other code on untrusted bytes.
+# FFmpeg's names of the containers that phones, cameras, browsers and screen recorders write, and of decoders for them.
+# FFmpeg runs no other code on untrusted bytes. Videos may also be animated images in one of `FORMATS`.
 VIDEO_CONTAINERS = ("mp4", "mov", "matroska", "webm", "avi")
 VIDEO_CODECS = ("h264", "hevc", "vp8", "vp9", "libdav1d", "av1", "mpeg4", "mjpeg")
 
@@ -54,11 +54,11 @@ class MediaError(ValueError):
         return self.format({})
 
     def format(self, names: Mapping[str, str]) -> str:
-        """The message with the policy's fields under other names, such as a command's options."""
+        """Return the message with other names for the policy's fields, such as a command's options."""
         return self.reason + (f" (see {names.get(self.field, self.field)})" if self.field else "")
 
     def after(self, text: str) -> "MediaError":
-        """This error with a text before it."""
+        """Return this error with `text` prepended to the reason."""
         return MediaError(f"{text}{self.reason}", self.field)
 
 
@@ -69,7 +69,7 @@ class MediaPolicy:
     Args:
         allowed_domains: hosts to fetch from: "example.org" is that host, "*.example.org" every host below it, "*" every
             host with a public address. Redirects may only lead to allowed hosts.
-        allowed_networks: private networks that may be reached nevertheless, in CIDR notation: "10.1.0.0/16".
+        allowed_networks: private networks to fetch from as well, in CIDR notation: "10.1.0.0/16".
         allowed_local_path: folder below which file:// URLs may be read.
         max_bytes: maximum size of an encoded image.
         max_pixels: maximum number of pixels of an image or of a frame, checked before it is decoded.
@@ -77,13 +77,13 @@ class MediaPolicy:
         connect_timeout: timeout in seconds for looking up a host, and again for connecting to it.
         read_timeout: timeout in seconds for receiving the next bytes.
         total_timeout: timeout in seconds for one image or video, redirects included.
-        image_timeout: seconds in which a worker process (`mmvllm.media.decoding`) must have decoded an image.
+        image_timeout: timeout in seconds for decoding an image in a worker process (`mmvllm.media.decoding`).
         max_video_bytes: maximum size of an encoded video.
         max_video_seconds: maximum duration of a video.
-        max_video_pixels: maximum number of pixels of all frames that are taken of a video, before they are resized.
-        video_timeout: seconds in which a worker process must have decoded the frames of a video.
+        max_video_pixels: maximum number of pixels of all frames sampled from a video, before they are resized.
+        video_timeout: timeout in seconds for decoding the frames of a video in a worker process.
 
-    Raises ArgumentError that names the argument for an invalid domain, network, folder or limit.
+    Raises ArgumentError, which names the argument, for an invalid domain, network, folder or limit.
     """
 
     allowed_domains: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class MediaPolicy:
             )
 
     def load(self, data: bytes, draft: Draft | None = None, reserve: Reserve = DECODING.reserve) -> Image.Image:
-        """Decode an encoded image to upright 8-bit RGB, in the calling thread; `MediaDecoder` has a time limit.
+        """Decode an encoded image to upright 8-bit RGB in the calling thread, without `MediaDecoder`'s time limit.
 
         Raises MediaError if `data` is not bytes (a path could have been chosen by a client) or exceeds the limits, and
         ValueError if it is not an image in one of `FORMATS`.
@@ -133,12 +133,12 @@ class MediaPolicy:
     def load_video(
         self, data: bytes | list[bytes], plan: "ClipPlan", reserve: Reserve = VIDEO_DECODING.reserve
     ) -> Clip:
-        """Decode the frames that `plan` takes of an encoded video, or a list of encoded frames, in the calling thread.
+        """Decode the frames that `plan` selects from an encoded video or encoded frames, in the calling thread.
 
-        Raises MediaError as `load` does, VideoError for what is no video in `VIDEO_CONTAINERS`, `VIDEO_CODECS` and
-        `FORMATS` within the limits, and RequestError as the plan does.
+        Raises MediaError as `load` does, VideoError for a video that exceeds the limits or is not in
+        `VIDEO_CONTAINERS`, `VIDEO_CODECS` or `FORMATS`, and RequestError as the plan does.
         """
-        from mmvllm.processors.videos.frame_list import clip_of  # loads torch, which processes for images do without
+        from mmvllm.processors.videos.frame_list import clip_of  # imports torch, which image workers do not need
         from mmvllm.processors.videos.load import load_video
 
         self.check("video", data)
@@ -154,7 +154,7 @@ class MediaPolicy:
         )
 
     def check(self, kind: Kind, data: Any) -> None:
-        """Raise MediaError if `data` is not bytes, or too many of them; a video may be a list of frames as images."""
+        """Raise MediaError if `data` is not bytes or is too large; a video may also be a list of encoded frames."""
         if kind == "video" and isinstance(data, list):
             for frame in data:
                 self.check("image", frame)
@@ -165,11 +165,11 @@ class MediaPolicy:
             raise self.too_large(kind).after(f"the {kind} of {len(data)} bytes: ")
 
     def most_bytes(self, kind: Kind) -> int:
-        """Maximum size of an encoded image or video."""
+        """Return the maximum size of an encoded image or video in bytes."""
         return self.max_bytes if kind == "image" else self.max_video_bytes
 
     def too_large(self, kind: Kind = "image") -> MediaError:
-        """The error for an encoded image over `max_bytes`, or a video over `max_video_bytes`."""
+        """Return the error for an encoded image over `max_bytes`, or a video over `max_video_bytes`."""
         field = "max_bytes" if kind == "image" else "max_video_bytes"
         return MediaError(f"too large; at most {self.most_bytes(kind)} bytes are accepted; shrink it", field)
 

@@ -1,1 +1,1 @@
-"""Families behind one interface, a folder each; the ViT layers, the decoder and weights for all of them."""
+"""Model families, a folder each, behind one interface; the decoder, ViT layers and weight loading that they share."""

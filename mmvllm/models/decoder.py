@@ -1,4 +1,4 @@
-"""The decoder that the families share, over a paged KV cache."""
+"""The decoder that all families share, over a paged KV cache."""
 
 from collections.abc import Sequence
 
@@ -23,9 +23,9 @@ from mmvllm.processes.ranks import SINGLE, Ranks
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245): keys and values go to the cache, queries read all from there.
+    """Grouped-query attention (arXiv 2305.13245) that writes keys and values to the KV cache and reads them from there.
 
-    Of several ranks, each has a part of the heads; the sum of their results is that of all heads.
+    Each rank has a part of the heads; the sum of the ranks' results is the result of all heads.
     """
 
     def __init__(self, config: ModelConfig, backend: type[AttentionBackend], ranks: Ranks = SINGLE):
@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: KVCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        """The previous layer's output and the residual to add it to, both (N, C) -> the same of this layer."""
+        """Map the previous layer's output and residual, both (N, C), to this layer's output and residual."""
         x, residual = self._normalised(self.input_layernorm, x, residual)
         x = self.ranks.all_reduce(self.self_attn(x, cos, sin, kv_cache, batch))
         x, residual = self._normalised(self.post_attention_layernorm, x, residual)
@@ -70,7 +70,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weights are 8-bit floats, whose inputs the norms and the MLP's activation round."""
+        """Whether the weights are 8-bit floats; the norms and the MLP's activation then round their inputs."""
         return self.self_attn.qkv_proj.is_fp8
 
 
@@ -81,11 +81,7 @@ def _mlp(config: ModelConfig, index: int, ranks: Ranks) -> GatedMLP | SparseMLP:
 
 
 class Decoder(nn.Module):
-    """Embedded tokens -> hidden states, the same on all ranks.
-
-    Args:
-        config: of the whole model.
-    """
+    """The decoder's layers, from embedded tokens to hidden states, which are equal on all ranks."""
 
     def __init__(self, config: ModelConfig, backend: type[AttentionBackend], ranks: Ranks = SINGLE):
         super().__init__()
@@ -95,10 +91,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, kv_cache: KVCache, batch: Batch, deepstack: Sequence[Tensor]) -> Tensor:
-        """x (N, C), kv_cache (layers, 2, num_blocks, block_size, K, D), written in place -> (R, C) that sample.
+        """Return the hidden states (R, C) of `batch.logits_indices`, and write keys and values to kv_cache.
 
-        `deepstack` (arXiv 2406.04334) has embeddings (M, C) for each of the first layers, to be added to its output;
-        embeddings for layers that the decoder does not have are ignored, as in transformers.
+        x (N, C) are embedded tokens; kv_cache is (layers, 2, num_blocks, block_size, K, D). `deepstack` (arXiv
+        2406.04334) has embeddings (M, C) to add to the outputs of the first layers; as in transformers, embeddings for
+        layers that do not exist are ignored.
         """
         cos, sin = mrope_cos_sin(batch.positions, self.config, x.dtype)
         residual = None

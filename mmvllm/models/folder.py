@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, and what its files alone show to be unsupported: without torch, so that it is fast."""
+"""Find the folder of a checkpoint and refuse unsupported ones by their files alone, without importing torch."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
 CONFIGS = ("*.json", "*.txt", "*.jinja")
 
-# What the name of a repository on the hub tells, for a repository that cannot be fetched; the first match counts.
+# Hints from the name of a hub repository that cannot be downloaded; the first match counts.
 NAMES = (
     (r"gguf|mlx|bnb|nf4|nvfp4|mxfp4|exl[23]|(?<!gptq-)[48]-?bit", "a quantized format, which is not supported"),
     (r"qwen2-?vl", "Qwen2-VL, which is supported"),
@@ -30,14 +30,14 @@ NAMES = (
 
 
 def model_name(model: str | Path | None) -> str:
-    """What to call a model, as the user named it."""
+    """Return the name of a model, as the user wrote it."""
     return BUNDLED_NAME if model is None else str(model)
 
 
 def check_model(model: str | Path | None, with_weights: bool) -> None:
-    """Raise ValueError for a model that cannot be served, as far as its configuration and file names tell.
+    """Raise ValueError if the configuration or the file names show that the model is not supported.
 
-    Of a hub id only `config.json` is downloaded.
+    For a hub id, only `config.json` is downloaded.
     """
     folder = _local_folder(model)
     raw = read_config(_hub_config(model) if folder is None else folder)[1]
@@ -51,10 +51,10 @@ def check_model(model: str | Path | None, with_weights: bool) -> None:
 
 
 def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
-    """The folder of a checkpoint: the bundled one for None, a local folder, or a hub id, downloaded unless cached.
+    """Return the folder of a checkpoint: the bundled one for None, a local folder, or the download of a hub id.
 
-    Offline mode (HF_HUB_OFFLINE) is respected; pickled weights, and weights of an unsupported architecture, are never
-    downloaded.
+    Offline mode (HF_HUB_OFFLINE) is respected and cached files are used. Pickled weights, and weights of an unsupported
+    architecture, are never downloaded.
     """
     if (folder := _local_folder(model)) is not None:
         return folder
@@ -66,7 +66,7 @@ def resolve_folder(model: str | Path | None, with_weights: bool = True) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; raises ValueError if there are none, or some are missing."""
+    """Return the safetensors files of a checkpoint; raise ValueError if there are none or some are missing."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         files = [single]
@@ -97,7 +97,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _local_folder(model: str | Path | None) -> Path | None:
-    """None for a hub id; raises ValueError for what is neither."""
+    """Return the local folder, or None for a hub id; raise ValueError for anything else."""
     if model is None:
         return BUNDLED
     try:
@@ -106,13 +106,13 @@ def _local_folder(model: str | Path | None) -> Path | None:
             return folder
     except (OSError, RuntimeError) as error:  # a name that is too long, an unknown home
         raise ValueError(_unavailable(model, str(error))) from None
-    if "/" not in str(model):  # the hub has such names, but none that is supported, and asking it takes long
+    if "/" not in str(model):  # no supported repository on the hub has such a name, and asking the hub takes long
         raise ValueError(_neither(model))
     return None
 
 
 def _hub_config(model: str | Path) -> Path:
-    """The folder with the `config.json` of a hub id."""
+    """Download the `config.json` of a hub id and return its folder."""
     from huggingface_hub import hf_hub_download
 
     with _hub_errors(model):
@@ -125,7 +125,7 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
     from huggingface_hub.errors import HFValidationError
 
     for handler in logging.getLogger("huggingface_hub").handlers:  # its warnings show URLs
-        handler.addFilter(_hide_logins)  # once, however often it is added
+        handler.addFilter(_hide_logins)  # adding it again changes nothing
     is_sent = not (constants.HF_HUB_OFFLINE or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN)
     if is_sent and (token := get_token()):  # the HTTP library's error would show it
         check_key("the token for the hub (HF_TOKEN, or from `hf auth login`)", token)
@@ -133,12 +133,12 @@ def _hub_errors(model: str | Path) -> Iterator[None]:
         yield
     except HFValidationError:
         raise ValueError(_neither(model)) from None
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's own errors are OSErrors
-        reason = without_logins(str(error))  # that of HF_ENDPOINT
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's exceptions are OSErrors
+        reason = without_logins(str(error))  # HF_ENDPOINT may have a login
         if constants.HF_HUB_OFFLINE and isinstance(error, FileNotFoundError):
             reason = "it is not in the cache, and HF_HUB_OFFLINE sets offline mode"
         raise ValueError(_unavailable(model, reason)) from None
-    except Exception as error:  # of the HTTP library, whose text may show a part of a proxy's login
+    except Exception as error:  # from the HTTP library, whose text may show a part of a proxy's login
         reason = f"{type(error).__name__}; if HTTPS_PROXY or HF_ENDPOINT is set, check that it is a URL"
         raise ValueError(_unavailable(model, reason)) from None
 
@@ -161,6 +161,6 @@ def _unavailable(model: str | Path, reason: str) -> str:
 
 
 def support_hint(model: str) -> str | None:
-    """What the name of a hub id says about its support, as text; None if nothing."""
+    """Return what the name of a hub id says about its support, or None."""
     name = model.rpartition("/")[2].lower()
     return next((hint for pattern, hint in NAMES if re.search(pattern, name)), None)

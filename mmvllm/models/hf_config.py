@@ -1,4 +1,4 @@
-"""Reading of Hugging Face configs: JSON files, and the fields that all decoders have."""
+"""Read Hugging Face configs: JSON files, and the fields that all decoders have."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +28,11 @@ SPECIAL_TOKEN_IDS = {
 
 LARGEST_NUMBER = 1e38  # below the largest float32
 LARGEST_VISION_SIZE = 2**31
-ROPE_THETA = 10000.0  # of the rotary positions of every family's ViT
+ROPE_THETA = 10000.0  # for the rotary embedding of every family's ViT
 
 
 def read_json(path: Path) -> dict | None:
-    """A JSON object without its nulls, which mean the same as leaving the name out; None if there is no such file."""
+    """Return a JSON object without nulls, which mean the same as leaving names out; None if there is no such file."""
     if not path.is_file():
         return None
     try:
@@ -48,12 +48,12 @@ def json_object(name: str, value: Any) -> dict:
 
 
 def text_config(raw: dict) -> dict:
-    """The decoder's part of a config: nested, as transformers 5 writes it, or flat, as it was published."""
+    """Return the decoder's config: nested, as transformers 5 writes it, or flat, as originally published."""
     return {**raw, **json_object("text_config", raw.get("text_config", {}))}
 
 
 def integers(name: str, value: Any) -> tuple[int, ...]:
-    """A list of integers of at least 0."""
+    """Return a list of integers of at least 0 as a tuple; raise ValueError for anything else."""
     if not isinstance(value, list | tuple):
         raise ValueError(f"{name} must be a list of integers, got {value!r:.50}")
     for item in value:
@@ -62,10 +62,9 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
 
 
 def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
-    """`ModelConfig` fields that all families read alike, from either layout and either name of a field.
+    """Return the `ModelConfig` fields that all families read alike, in either layout and under either name.
 
-    (`rope_parameters` was `rope_scaling`, `dtype` was `torch_dtype`.) Raises ValueError for a decoder of a kind that is
-    not supported.
+    `rope_parameters` was `rope_scaling`, and `dtype` was `torch_dtype`. Raises ValueError for an unsupported decoder.
     """
     text = text_config(raw)
     rope = json_object("rope_parameters", text.get("rope_parameters") or text.get("rope_scaling") or {})
@@ -94,7 +93,7 @@ def decoder_fields(raw: dict, generation: dict) -> dict[str, Any]:
 
 
 def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `vision_config` that `defaults` names, by their names there.
+    """Return the fields of `vision_config` that `defaults` names.
 
     Raises ValueError for a value that is not an integer where the default is one, and for another `rope_theta`.
     """
@@ -114,7 +113,7 @@ def vision_fields(raw: dict, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_token_ids(raw: dict) -> dict[str, int]:
-    """The ids of the tokens around and in place of media; raises ValueError for a value that is not an id."""
+    """Return the ids of the special tokens for media; raise ValueError for a value that is not an id."""
     ids = {name: raw.get(name, default) for name, default in SPECIAL_TOKEN_IDS.items()}
     for name, token_id in ids.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int):
@@ -123,7 +122,7 @@ def special_token_ids(raw: dict) -> dict[str, int]:
 
 
 def quantization_of(raw: dict) -> CheckpointQuantization | None:
-    """How `config.json` says that weights are quantized; raises ValueError for a way that is not supported."""
+    """Return how `config.json` says that weights are quantized; raise ValueError for an unsupported method."""
     given = text_config(raw)  # `compression_config` is the older name of compressed-tensors' config
     quantization = given.get("quantization_config") or given.get("compression_config") or {}
     quantization = json_object("quantization_config", quantization)
@@ -143,7 +142,7 @@ def _max_new_tokens(generation: dict) -> int | None:
 
 
 def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
-    """Sampling defaults as in transformers: without `do_sample` greedy, with it a temperature of 1 if none is given."""
+    """Return sampling defaults as in transformers: `do_sample` false is greedy; true has temperature 1 by default."""
     do_sample = generation.get("do_sample")
     if not isinstance(do_sample, bool | None):
         raise ValueError(f"generation_config.json's do_sample must be true or false, got {do_sample!r}")
@@ -163,7 +162,7 @@ def _sampling_defaults(generation: dict) -> tuple[tuple[str, float], ...]:
 def _check_decoder(text: dict, rope: dict) -> None:
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     given = {**text, "rope_theta": rope["rope_theta"]}
-    # A guess at rms_norm_eps or rope_theta would go unnoticed: the completions would only be worse.
+    # A wrong guess of rms_norm_eps or rope_theta would go unnoticed, because it only makes completions worse.
     if missing := [name for name in (*sizes, "rms_norm_eps", "rope_theta") if given.get(name) is None]:
         raise ValueError(f"does not give {', '.join(missing)}")
     for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):

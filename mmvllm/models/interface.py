@@ -1,13 +1,13 @@
-"""The interface of a model family. The engine, the processors and the server use this alone and name no family.
+"""The interface of a model family; the engine, the processors and the server use only this and name no family.
 
-A family is one folder: its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` have what families
-share; what differs between decoders is a field of `ModelConfig`. docs/extending.md says how to add a family.
+A family is a folder with its config and its ViT. `vision_language.py`, `decoder.py` and `vision.py` implement what
+families share; differences between decoders are fields of `ModelConfig`. docs/extending.md explains how to add a
+family.
 
-How a recurrent state per sequence, which is not here yet, would fit: as a second cache, indexed by the request
-index that a running sequence has in `InputBatch`, which `Batch` then carries. A state exists at the positions where it
-was saved, so a prefix hit and `BlockManager.fork` begin at the last of these, and `ModelConfig` says which layers have
-a KV cache. The next step may be in flight when one is committed, so the step that reaches such a position copies the
-state, and its commit makes the copy known.
+A recurrent state per sequence, which is not supported yet, would be a second cache, indexed by the request index of a
+running sequence in `InputBatch`, which `Batch` would carry. A prefix hit and `BlockManager.fork` would begin at the
+last position whose state was saved; `ModelConfig` would name the layers with a KV cache. When a step is committed, the
+next may be in flight: the step that reaches such a position would copy the state, and its commit register the copy.
 """
 
 from abc import ABC, abstractmethod
@@ -29,61 +29,61 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 
 class Model(nn.Module, ABC):
-    """Weights and the forward pass; it keeps nothing of a request.
+    """The weights and the forward pass; it keeps no state of requests.
 
-    Of several ranks, each has a part of the weights, and calls `forward` with the same batch. `config` has the head
-    counts of this rank, and is otherwise that of the whole model. `tied` maps each parameter that the model does not
-    store to the parameter that it is tied to.
+    Each rank has a part of the weights and calls `forward` with the same batch. `config` has the head counts of this
+    rank; its other fields describe the whole model. `tied` maps each parameter that the model does not store to the
+    parameter that it is tied to.
     """
 
     config: ModelConfig
     tied: Mapping[str, str]
 
     def encode(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Normalised patches (P, patch_dim) of packed items -> embeddings (M, mm_embed_size), packed alike."""
+        """Encode packed, normalized patches (P, patch_dim) as packed embeddings (M, mm_embed_size)."""
         return self.encode_patches(patches, self.layout(grids).to(patches.device))
 
     @abstractmethod
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
-        """What `encode_patches` must be told about items with these grids."""
+        """Return the layout of items with these grids, which `encode_patches` takes."""
 
     @abstractmethod
     def encode_patches(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """`encode` with a layout on the patches' device; it can be captured in a CUDA graph.
+        """`encode` with a layout on the patches' device; can be captured in a CUDA graph.
 
-        There, patches after the layout's items are padding in separate segments, and are ignored.
+        In a CUDA graph, patches after the layout's items are padding in separate segments and are ignored.
         """
 
     def forward(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
-        """`logits` of `hidden_states`; it can be captured in a CUDA graph."""
+        """Return the `logits` of `hidden_states`; can be captured in a CUDA graph."""
         return self.logits(self.hidden_states(batch, mm_embeds, kv_cache))
 
     @abstractmethod
     def hidden_states(self, batch: Batch, mm_embeds: Tensor, kv_cache: KVCache) -> Tensor:
-        """The decoder's last, normalised hidden states (R, C) of the tokens in `batch.logits_indices`, on every rank.
+        """Return the decoder's last, normalized hidden states (R, C) of tokens `batch.logits_indices`, on all ranks.
 
         mm_embeds (M, mm_embed_size) belong to the placeholder tokens `batch.mm_token_indices`: the first C values
-        replace their embeddings, further ones are added after the first layers (DeepStack). kv_cache (layers, 2,
+        replace the tokens' embeddings, the others are added after the first layers (DeepStack). kv_cache (layers, 2,
         num_blocks, block_size, K, D) is written in place.
         """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (R, C) -> logits (R, V), in the model's dtype; of any width on ranks other than 0."""
+        """Return the logits (R, V) of hidden states (R, C) in the model's dtype; of any width on ranks other than 0."""
 
     def operations(self, num_tokens: int, num_logits: Sequence[int]) -> list[Operation]:
-        """The collectives of `hidden_states` for N tokens, then of each call of `logits` with `num_logits[i]` rows."""
+        """List the collectives of `hidden_states` for N tokens, then of a call of `logits` for each of `num_logits`."""
 
     @abstractmethod
     def parameter_for(self, name: str) -> tuple[str, int | None] | None:
-        """The parameter that a checkpoint tensor belongs to, and its part where several tensors share one parameter.
+        """Return the parameter that a checkpoint tensor belongs to, and its part if several tensors share a parameter.
 
-        None for a tensor that no parameter needs.
+        Returns None for a tensor that no parameter needs.
         """
 
     @abstractmethod
     def checkpoint_name(self, parameter: str, part: int | None) -> str:
-        """The published name of the tensor that `parameter_for` sends to this place."""
+        """Return the published name of the tensor that `parameter_for` maps to this parameter and part."""
 
     @abstractmethod
     def tie_head(self) -> None:
@@ -91,25 +91,25 @@ class Model(nn.Module, ABC):
 
 
 class ModelFamily(ABC):
-    """One family of checkpoints. Stateless: every method takes the config of a checkpoint."""
+    """One family of checkpoints, without state: its methods take the config or the folder of a checkpoint."""
 
     architectures: ClassVar[tuple[str, ...]]  # as config.json names them
 
     @abstractmethod
     def parse_config(self, architecture: str, raw: dict, generation: dict) -> ModelConfig:
-        """The config from `config.json` and `generation_config.json`; raises ValueError for what cannot be served."""
+        """Return the config of `config.json` and `generation_config.json`; raise ValueError if it is not supported."""
 
     @abstractmethod
     def image_config(self, folder: Path) -> ImageProcessorConfig:
-        """How the images of a checkpoint are resized, cut into patches and normalised."""
+        """Return how images are resized, cut into patches and normalized for a checkpoint."""
 
     @abstractmethod
     def video_config(self, folder: Path) -> VideoProcessorConfig:
-        """Which frames of videos are taken for a checkpoint, and how they are resized, cut and normalised."""
+        """Return how frames of videos are sampled, resized, cut into patches and normalized for a checkpoint."""
 
     @abstractmethod
     def media_rules(self, config: ModelConfig) -> MediaRules | None:
-        """Placeholder tokens, tokens of a grid and positions of a prompt; None for a text-only checkpoint."""
+        """Return the rules of placeholder tokens, tokens of a grid and positions; None for a text-only checkpoint."""
 
     @abstractmethod
     def build(
@@ -119,8 +119,8 @@ class ModelFamily(ABC):
         vision_attention: type[AttentionBackend] | None = None,
         ranks: Ranks = SINGLE,
     ) -> Model:
-        """What the rank has of the model, on the current default device; `config` is that of the whole model.
+        """Build the rank's part of the model on the current default device; `config` describes the whole model.
 
-        Its ViT uses `attention` unless `vision_attention` is given. Raises ValueError for a number of ranks that the
-        model cannot be split over.
+        The ViT uses `vision_attention` if it is set, otherwise `attention`. Raises ValueError for a number of ranks
+        that the model cannot be split over.
         """

@@ -1,7 +1,7 @@
-"""LoRA adapters (arXiv 2106.09685) in folders as PEFT saves them: read, checked against a model, merged into weights.
+"""Read LoRA adapters (arXiv 2106.09685) in the format of PEFT, and check them against a model.
 
-Only `adapter_config.json` and `adapter_model.safetensors` are read, so nothing of a folder is executed. Whatever would
-change a model in a way that is not computed here is refused by its name.
+Only `adapter_config.json` and `adapter_model.safetensors` are read, so no code of a folder runs. Options that would
+change the model in a way that is not implemented are refused by name.
 """
 
 import math
@@ -24,12 +24,12 @@ from mmvllm.utils.patterns import Matching, PatternError
 from mmvllm.utils.text import load_json, shown, some_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_NAME = 500  # characters of a tensor's name; its parts are compared in the square of their number
-MAX_DIMENSIONS = 5  # of the kernel of a convolution in space and time
-MAX_TENSORS = 20_000  # which take seconds to match; adapters of the largest models have a few thousand
+MAX_NAME = 500  # characters of a tensor's name; matching takes time quadratic in the number of its parts
+MAX_DIMENSIONS = 5  # of a tensor; the kernel of a 3-D convolution has 5
+MAX_TENSORS = 20_000  # matching them takes seconds; adapters of the largest models have a few thousand
 MAX_RANK = 4096
 LARGEST = torch.finfo(torch.float32).max
-MATCHING_SECONDS = 5.0  # of all expressions of an adapter
+MATCHING_SECONDS = 5.0  # for all patterns of an adapter
 # Fields of PEFT's LoraConfig that must be empty or false, since each of them changes what an adapter computes.
 _UNSUPPORTED = (
     *("use_dora", "modules_to_save", "target_parameters", "trainable_token_indices", "lora_bias", "fan_in_fan_out"),
@@ -43,25 +43,25 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 class LoraPair(NamedTuple):
-    """What is added to one weight (out, in): scale * b a, with a (r, in) and b (out, r)."""
+    """The low-rank update of one weight (out, in): scale * b a, with a (r, in) and b (out, r)."""
 
     a: Tensor
     b: Tensor
     scale: float
 
     def delta(self, place: CheckpointView, device: torch.device) -> Tensor:
-        """The part of what is added that belongs to a rank's part of the weight, in float32."""
+        """Return the update of a rank's part of the weight, in float32."""
         rows, columns = place.index
         return (self.b[rows].to(device).float() @ self.a[:, columns].to(device).float()) * self.scale
 
 
-Target = tuple[str, int | None]  # a parameter, and the part of it, as in `Model.parameter_for`
+Target = tuple[str, int | None]  # a parameter and its part, as in `Model.parameter_for`
 
 
 def read_adapter(folder: str | Path) -> dict[str, LoraPair]:
-    """The matrices of an adapter by the names of the modules that PEFT adapted; raises ValueError for others' formats.
+    """Return an adapter's matrices by the names of the adapted modules; raise ValueError for an unsupported format.
 
-    The tensors are on the meta device; `place_adapter` reads their values after it has checked that they fit the model.
+    The tensors are on the meta device; `place_adapter` reads their values after checking that they fit the model.
     The file format is https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
     folder = Path(folder)
@@ -120,7 +120,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_shapes(path: Path) -> dict[tuple[str, str], Tensor]:
-    """By module and "A" or "B"; on the device "meta"."""
+    """Return tensors on the meta device, by module and "A" or "B"."""
     if not path.is_file():
         is_pickled = (path.parent / "adapter_model.bin").exists()
         found = "adapter_model.bin is not read, because it is a pickle; save it as safetensors" if is_pickled else ""
@@ -145,7 +145,7 @@ def _read_shapes(path: Path) -> dict[tuple[str, str], Tensor]:
     if empty := [name for name, (_, shape) in shapes.items() if not math.prod(shape)]:
         raise ValueError(f"{path} has tensors without values: {some_of(empty)}")
     return {
-        # A convolution whose kernel is its stride is a matrix product: its kernels are flattened.
+        # A convolution whose stride equals its kernel size is a matrix product, so the kernel is flattened.
         match.groups(): torch.empty(shape, dtype=_DTYPES[dtype], device="meta").flatten(1)
         for match, (dtype, shape) in zip(matches.values(), shapes.values(), strict=True)
     }
@@ -153,7 +153,7 @@ def _read_shapes(path: Path) -> dict[tuple[str, str], Tensor]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The tensors of a file; raises ValueError for one that is damaged."""
+    """Open a safetensors file; raise ValueError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -162,7 +162,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]:
-    """The modules that match target_modules."""
+    """Return the modules that match target_modules."""
     if targets == "all-linear":
         return modules
     if isinstance(targets, str):
@@ -173,7 +173,7 @@ def _targeted(modules: list[str], targets: Any, matching: Matching) -> list[str]
 
 
 def _ends(module: str) -> Iterator[str]:
-    """A module's name, and what follows each point in it."""
+    """Yield a module's name, and its suffix after each dot."""
     parts = module.split(".")
     return (".".join(parts[i:]) for i in range(len(parts)))
 
@@ -181,7 +181,7 @@ def _ends(module: str) -> Iterator[str]:
 def _by_module(
     modules: list[str], patterns: Mapping[str, Any] | None, default: Any, matching: Matching
 ) -> dict[str, Any]:
-    """For each module the value of the first pattern that fits the end of its name, as PEFT finds it."""
+    """Return for each module the value of the first pattern that matches the end of its name, as in PEFT."""
     expressions = [(matching.compiled(rf"(.*\.)?({pattern})"), value) for pattern, value in (patterns or {}).items()]
     return {
         module: next((value for expression, value in expressions if matching.is_match(expression, module)), default)
@@ -203,14 +203,14 @@ def _pair(folder: Path, module: str, a: Tensor, b: Tensor, rank: Any, alpha: Any
 
 
 def _is_finite(number: Any) -> bool:
-    """Whether it is a number that float32 has."""
+    """Return whether it is a number in the range of float32."""
     return isinstance(number, int | float) and abs(number) <= LARGEST
 
 
 def place_adapter(
     folder: str | Path, pairs: Mapping[str, LoraPair], model: Model, regions: Mapping[Target, Region]
 ) -> dict[Target, LoraPair]:
-    """The matrices of `read_adapter`, with their values, by the weights that they are for, of `linear_regions`.
+    """Read the values of the matrices and return them by the weights that they update; `regions`: `linear_regions`.
 
     Raises ValueError if the adapter is not for this model, or has NaN or infinity.
     """
@@ -234,7 +234,7 @@ def place_adapter(
 
 
 def _read_values(path: Path, modules: Iterable[str]) -> dict[tuple[str, str], Tensor]:
-    """By module and "A" or "B"."""
+    """Return tensors by module and "A" or "B"; raise ValueError for NaN or infinity."""
     with _opened(path) as file:
         names = {(module, kind): f"base_model.model.{module}.lora_{kind}.weight" for module in modules for kind in "AB"}
         values = {key: file.get_tensor(name).flatten(1) for key, name in names.items()}
@@ -244,7 +244,7 @@ def _read_values(path: Path, modules: Iterable[str]) -> dict[tuple[str, str], Te
 
 
 def linear_regions(model: Model) -> dict[Target, Region]:
-    """The weights that an adapter may change, and what this rank holds of them; before they are processed."""
+    """Return the weights that an adapter may change, with this rank's region; call it before weights are processed."""
     regions = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Linear) and not isinstance(module, VocabularyHead):

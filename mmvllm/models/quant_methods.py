@@ -1,4 +1,4 @@
-"""Chooses the linear method of each layer: how its weight is stored and multiplied on a device."""
+"""Choose the linear method of each layer: how its weight is stored and multiplied on a device."""
 
 from math import gcd
 
@@ -26,10 +26,9 @@ def choose_linear_methods(
 ) -> None:
     """Set the linear methods of all layers, before weights are loaded.
 
-    On a CPU, weights are packed for fast products. Float32 weights are not, because packed products have about twice
-    the rounding error, nor are weights of a dtype that oneDNN does not support on this CPU.
-    Raises ValueError for a kind of quantization that the model does not support; what the device supports,
-    `check_quantization` says.
+    On a CPU, weights are packed for fast products, except in float32, because packed products have about twice the
+    rounding error, and in dtypes that oneDNN does not support on this CPU. Raises ValueError for a quantization that
+    the model does not support; `check_quantization` checks the device.
     """
     for name, module in model.named_modules():
         if isinstance(module, LinearMethodModule):
@@ -76,21 +75,21 @@ def keep_quantized(model: Model, device: torch.device, dtype: torch.dtype) -> No
         if method is Fp8Linear and any(
             chosen[other] is not method for other in chosen if _block(other) == _block(name)
         ):
-            method = None  # a layer of the decoder rounds the inputs of all its products, or of none
+            method = None  # a decoder layer quantizes the inputs of all its products, or of none
         if method is not None:
             layers[name].linear_method_cls = method
             layers[name].keep_quantized(_group_size(layers[name], _scheme(model, name, layers[name])))
 
 
 def _block(name: str) -> str:
-    """The layer of the decoder that a linear layer belongs to."""
+    """Return the decoder layer that a linear layer belongs to."""
     return ".".join(name.split(".")[:3])
 
 
 def _quantized_method(
     model: Model, name: str, layer: Linear, device: torch.device, dtype: torch.dtype
 ) -> type[LinearMethod] | None:
-    """The linear method that multiplies a layer's quantized weight on this device, or None."""
+    """Return the linear method that multiplies a layer's quantized weight on this device, or None."""
     scheme = _scheme(model, name, layer)
     if scheme is None:
         return None
@@ -113,7 +112,7 @@ def _quantized_method(
 
 
 def _scheme(model: Model, name: str, layer: Linear) -> WeightScheme | None:
-    """The scheme that all tensors of a layer share; None if they are not quantized, or differ."""
+    """Return the scheme that all tensors of a layer share; None if they are not quantized, or differ."""
     parts = [view.part for view in layer.checkpoint_views() if view.parameter == "weight"]
     names = [model.checkpoint_name(f"{name}.weight", part).removesuffix(".weight") for part in parts]
     schemes = {model.config.quantization.scheme_of(published) for published in names}
@@ -121,7 +120,7 @@ def _scheme(model: Model, name: str, layer: Linear) -> WeightScheme | None:
 
 
 def _group_size(layer: Linear, scheme: WeightScheme) -> int:
-    """The group size of this rank's part of a layer; its groups begin and end where the checkpoint's do."""
+    """Return a group size for this rank's part of a layer, whose group boundaries include the checkpoint's."""
     columns, size = layer.columns, scheme.block[1]
     if size is None:
         return layer.in_features if columns.length == layer.in_features else gcd(columns.length, layer.in_features)
@@ -134,7 +133,7 @@ def check_quantization(
     dtype: torch.dtype,
     published: CheckpointQuantization | None = None,
 ) -> None:
-    """Raise ValueError for a kind that this device, this dtype on it, or a quantized checkpoint does not support."""
+    """Raise ValueError if the device, the dtype on it, or a quantized checkpoint does not support the quantization."""
     if quantization is not None:
         _CHECKS[quantization](device, dtype)
     if quantization == "int4" and published is not None and any(scheme.bits == 4 for scheme in published.schemes):
@@ -179,7 +178,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def packs_well(dtype: torch.dtype) -> bool:
-    """Whether oneDNN supports packed weights of this dtype on this CPU."""
+    """Return whether oneDNN supports packed weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     ops = torch.ops.mkldnn
@@ -188,6 +187,6 @@ def packs_well(dtype: torch.dtype) -> bool:
 
 
 def sums_8_bits() -> bool:
-    """Whether int8 products are exact: without VNNI, oneDNN adds pairs of them in 16 bits, which overflow."""
+    """Return whether int8 products are exact; without VNNI, oneDNN adds pairs in 16 bits, which overflow."""
     ones = torch.ones(16, 64)
     return bool((Int8Linear(ones, None)(ones) - 64).abs().max() < 1)

@@ -1,4 +1,4 @@
-"""Which model families there are, by the architecture in config.json; a family is imported when it is needed."""
+"""The model families by the architecture in config.json; a family is imported when it is first needed."""
 
 import re
 from difflib import SequenceMatcher
@@ -10,7 +10,7 @@ from mmvllm.config import ModelConfig
 from mmvllm.models.hf_config import read_json
 from mmvllm.utils.text import beginning_of, printable
 
-if TYPE_CHECKING:  # these import torch, which a command that refuses a checkpoint must not wait for
+if TYPE_CHECKING:  # these import torch, and refusing a checkpoint must be fast
     from mmvllm.models.interface import ModelFamily
     from mmvllm.processors.images.processor import ImageProcessorConfig
     from mmvllm.processors.videos.processor import VideoProcessorConfig
@@ -27,20 +27,20 @@ FAMILIES = {
 
 
 def family_of(architecture: str) -> "ModelFamily":
-    """The family that serves an architecture; raises ValueError, which names what is supported, if there is none."""
+    """Return the family that serves an architecture; raise ValueError, which lists the supported ones, if none does."""
     _check_architecture(architecture)
     return import_module(FAMILIES[architecture]).FAMILY
 
 
 def load_image_config(folder: str | Path) -> "ImageProcessorConfig":
-    """How images are prepared for a checkpoint; raises ValueError as `load_media_configs` does."""
+    """Return how images are prepared for a checkpoint; raise ValueError like `load_media_configs`."""
     return load_media_configs(folder)[0]
 
 
 def load_media_configs(folder: str | Path) -> tuple["ImageProcessorConfig", "VideoProcessorConfig"]:
-    """How images and videos are prepared for a checkpoint.
+    """Return how images and videos are prepared for a checkpoint.
 
-    Raises ValueError for settings that are damaged, not supported, or not those that its model needs.
+    Raises ValueError for settings that are damaged or not supported, or that do not match the model.
     """
     config = load_config(folder)
     family = family_of(config.architecture)
@@ -65,7 +65,7 @@ def load_media_configs(folder: str | Path) -> tuple["ImageProcessorConfig", "Vid
 def load_config(folder: str | Path) -> ModelConfig:
     """Read `config.json` and `generation_config.json` of a checkpoint folder.
 
-    Raises ValueError for a folder or a config that cannot be served.
+    Raises ValueError for a folder or a config that is not supported.
     """
     architecture, raw = read_config(folder)
     generation = read_json(Path(folder) / "generation_config.json") or {}
@@ -76,7 +76,7 @@ def load_config(folder: str | Path) -> ModelConfig:
 
 
 def read_config(folder: str | Path) -> tuple[str, dict]:
-    """The architecture that `config.json` names, which is a supported one, and the whole object.
+    """Return the architecture that `config.json` names, which is supported, and the whole JSON object.
 
     Raises ValueError if there is no such file, it is damaged, or its architecture is not supported.
     """
@@ -104,7 +104,7 @@ def _check_architecture(architecture: str) -> None:
 
 
 def _sibling(architecture: str) -> str | None:
-    """The supported architecture of the same generation whose name is most similar."""
+    """Return the supported architecture of the same generation whose name is most similar."""
     generation = re.match(r"Qwen\d|", architecture)[0]
     same = [name for name in FAMILIES if generation and name.startswith(generation)]
     return max(same, key=lambda name: SequenceMatcher(None, name, architecture).ratio(), default=None)

@@ -11,15 +11,15 @@ from mmvllm.inputs import Grid
 from mmvllm.models.hf_config import ROPE_THETA
 
 
-@cache  # never dropped: a CUDA graph reads it
+@cache  # unbounded, because CUDA graphs read the tensors
 def inverse_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
-    """theta ** (-2 j / dim) for j < dim / 2, in float32."""
+    """Return theta ** (-2 j / dim) for j < dim / 2, in float32."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-@cache  # never dropped, as above
+@cache  # unbounded, as above
 def _axes(mrope_section: tuple[int, ...], interleaved: bool, device: torch.device) -> Tensor:
-    """The position axis that each frequency is multiplied with: (D / 2,).
+    """Return the position axis (D / 2,) that each frequency is multiplied by.
 
     (2, 3, 3)              time time height height height width width width
     (4, 2, 2) interleaved  time height width time height width time time
@@ -34,11 +34,11 @@ def _axes(mrope_section: tuple[int, ...], interleaved: bool, device: torch.devic
 
 
 def mrope_cos_sin(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions (3, N) -> cos and sin (N, D / 2) in `dtype`.
+    """Return cos and sin (N, D / 2) in `dtype` for positions (3, N).
 
-    `mrope_section` divides the frequencies among the axes: for (16, 24, 24) the first 16 rotate with time, the next 24
-    with height, the last 24 with width, unless they are interleaved. Without it all rotate with the first axis, as in a
-    text-only model.
+    `mrope_section` divides the frequencies among the axes: for (16, 24, 24), the first 16 rotate with time, the next 24
+    with height and the last 24 with width, unless they are interleaved. Without it, as in a text-only model, all
+    frequencies rotate with the first axis.
     """
     section = config.mrope_section or (config.head_dim // 2,)
     axes = _axes(section, config.mrope_interleaved, positions.device)
@@ -48,7 +48,7 @@ def mrope_cos_sin(positions: Tensor, config: ModelConfig, dtype: torch.dtype) ->
 
 
 def vision_positions(grids: Sequence[Grid], merge_size: int) -> Tensor:
-    """Row and column (2, P) of each patch of the images, packed, in merge order; on the CPU."""
+    """Return row and column (2, P) of each patch of the packed images, in merge order; on the CPU."""
     return torch.cat([_image_positions(grid, merge_size) for grid in grids], dim=1)
 
 
@@ -62,7 +62,7 @@ def _image_positions(grid: Grid, merge_size: int) -> Tensor:
 
 
 def vision_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns (2, P) -> cos and sin (P, D / 2) in float32.
+    """Return cos and sin (P, D / 2) in float32 for rows and columns (2, P).
 
     Half of the frequencies rotate with the row, half with the column.
     """

@@ -1,4 +1,4 @@
-"""How the heads of a model are divided among ranks, and over how many they can be."""
+"""How a model's heads are divided among ranks, and the numbers of ranks that divide them."""
 
 from dataclasses import replace
 
@@ -10,17 +10,17 @@ from mmvllm.utils.text import counted, listed
 
 
 class PlannedRank(Ranks):
-    """One of several ranks without the others, to build what it would have of a model: it exchanges nothing."""
+    """A rank without its peers and without collectives, for building its part of a model."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
 
 
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The config with the numbers of heads that each of `size` ranks has; the rest is that of the whole model.
+    """Return the config with the numbers of heads of each of `size` ranks; other fields describe the whole model.
 
-    Where there are fewer key-value heads than ranks, several ranks have the same one. Raises ValueError, which names
-    the possible sizes, for another one.
+    If there are fewer key-value heads than ranks, several ranks have the same head. Raises ValueError with the possible
+    sizes for any other size.
     """
     H, K = config.num_attention_heads, config.num_key_value_heads
     if size not in (sizes := possible_sizes(config)):
@@ -32,17 +32,17 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def possible_sizes(config: ModelConfig) -> list[int]:
-    """Numbers of ranks that divide the query heads, and divide the key-value heads or are divided by them."""
+    """Return the numbers of ranks that divide the query heads and are divisors or multiples of the key-value heads."""
     H, K = config.num_attention_heads, config.num_key_value_heads
     return [size for size in range(1, H + 1) if H % size == 0 and (K % size == 0 or size % K == 0)]
 
 
 def query_heads(config: ModelConfig, ranks: Ranks) -> Shard:
-    """The query heads of this rank."""
+    """Return the query heads of this rank."""
     return Shard.cut(config.num_attention_heads, ranks)
 
 
 def key_value_heads(config: ModelConfig, ranks: Ranks) -> Shard:
-    """Those that the rank's query heads read."""
+    """Return the key-value heads that this rank's query heads read."""
     K = config.num_key_value_heads
     return Shard(ranks.rank * K // ranks.size, max(1, K // ranks.size), K)

@@ -1,4 +1,4 @@
-"""How Qwen2-VL and Qwen2.5-VL take the frames of a video and bound their sizes."""
+"""How Qwen2-VL and Qwen2.5-VL sample the frames of a video and limit their sizes."""
 
 import math
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 @dataclass(frozen=True, slots=True)
 class QwenVideoProcessorConfig(VideoProcessorConfig):
-    """Settings with the rules of transformers' Qwen2VLVideoProcessor: pixel bounds apply to each frame."""
+    """The rules of transformers' Qwen2VLVideoProcessor: pixel limits apply to each frame."""
 
     def sampled(self, info: VideoInfo, fps: float | None, num_frames: int | None) -> list[int]:
-        # The reference raises where there are fewer frames than asked for; here those that there are are taken.
+        # transformers raises for fewer frames than requested; here all frames are used.
         total, size = info.total_num_frames, self.temporal_patch_size
         if fps is None:
             number = round(num_frames / size) * size
@@ -23,7 +23,7 @@ class QwenVideoProcessorConfig(VideoProcessorConfig):
             most = math.floor(min(self.max_frames, total) / size) * size
             number = math.floor(min(max(total / info.fps * fps, self.min_frames), most, total) / size) * size
         number = min(max(number, 1), total)
-        # In float32, whose rounding may give one index more, at times behind the last frame.
+        # Rounding in float32 may give one more index, sometimes beyond the last frame.
         return [index for index in torch.arange(0, total, total / number).int().tolist() if index < total]
 
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:

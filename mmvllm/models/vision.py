@@ -1,4 +1,4 @@
-"""What the families' ViTs share: packed patches of many images in one call, and attention within segments of them."""
+"""Layers that the families' ViTs share: one call takes packed patches of many images and attends within segments."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class PatchLayout:
-    """What a ViT needs to know of packed patches beside their values, made on the host.
+    """The layout of packed patches, which a ViT takes with their values; created on the host.
 
     Args:
         tensors: indexes and weights that the ViT defines; their last axes are patches or merged tokens.
-        segments: of the patches, in each way in which the ViT divides them.
-        slot: of the LoRA adapter that all items go through, and the number of slots; None without one.
+        segments: segments of the patches, one division for each kind of attention in the ViT.
+        slot: slot of the LoRA adapter that all items use, and the number of slots; None without an adapter.
     """
 
     tensors: tuple[Tensor, ...]
@@ -43,7 +43,7 @@ class PatchLayout:
     slot: tuple[int, int] | None = None
 
     def adapters(self, x: Tensor, merged: int = 1) -> AdapterRows | None:
-        """The adapter rows of layers that take x (P, ...), or its rows in groups of `merged`."""
+        """Return the adapter rows of layers that take x (P, ...), or its rows in groups of `merged`."""
         return self.slot and AdapterRows.alone(*self.slot, len(x) // merged, x.device)
 
     def to(self, device: torch.device) -> "PatchLayout":
@@ -52,7 +52,7 @@ class PatchLayout:
 
 
 class PatchEmbed(nn.Module):
-    """The checkpoint's 3-D convolution, whose stride is its kernel, as the matrix product that it is."""
+    """The checkpoint's 3-D convolution as a matrix product, since its stride equals its kernel size."""
 
     def __init__(self, config: VisionConfig, bias: bool):
         super().__init__()
@@ -79,7 +79,7 @@ class VisionAttention(nn.Module):
 
 
 class VisionMLP(nn.Module):
-    """Two layers with the config's activation between them."""
+    """Two linear layers with the config's activation between them."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -94,9 +94,9 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and an MLP, each after a norm that `make_norm` makes, each added to its input.
+    """Attention and an MLP with residual connections, each after a norm that `make_norm` creates.
 
-    As in the decoder, a norm adds the output before it to the residual, which takes one kernel on a GPU.
+    As in the decoder, a norm first adds the preceding output to the residual, in one kernel on a GPU.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class VisionBlock(nn.Module):
         segments: Segments,
         adapters: AdapterRows | None,
     ) -> tuple[Tensor, Tensor]:
-        """The previous block's output and the residual to add it to, both (P, embed_dim) -> the same of this block."""
+        """Map the previous block's output and residual, both (P, embed_dim), to this block's output and residual."""
         x, residual = self.norm1.add(x, residual)
         x, residual = self.norm2.add(self.attn(x, cos, sin, segments, adapters), residual)
         return self.mlp(x, adapters), residual
 
 
 class PatchMerger(nn.Module):
-    """Joins each merge_size x merge_size square of patches into one row of the decoder's width."""
+    """Merges each merge_size x merge_size square of patches into one embedding of the decoder's width."""
 
     def __init__(self, config: VisionConfig, make_norm: Callable[[int], Norm]):
         super().__init__()
@@ -137,11 +137,11 @@ class PatchMerger(nn.Module):
         self.mlp = nn.Sequential(Linear(self.width, self.width), nn.GELU(), Linear(self.width, config.out_hidden_size))
 
     def forward(self, x: Tensor, residual: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """Rows (M, C) of the sum of x and the residual, both (P, embed_dim)."""
+        """Return embeddings (M, C) of the sum of x and the residual, both (P, embed_dim)."""
         first, act, second = self.mlp
         return second(act(first(self.ln_q.add(x, residual)[0].view(-1, self.width), adapters)), adapters)
 
 
 def frames(grids: Sequence[Grid]) -> Segments:
-    """Each frame as a segment, on the host: patches attend within their own frame only."""
+    """Return one segment per frame, on the host, because patches attend only within their frame."""
     return Segments.of([h * w for t, h, w in grids for _ in range(t)], torch.device("cpu"))

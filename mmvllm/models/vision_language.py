@@ -1,6 +1,6 @@
-"""A ViT whose embeddings are spliced in at the placeholders, in front of a decoder: the models of the Qwen-VL families.
+"""Models of the Qwen-VL families: a ViT, whose embeddings replace the placeholders, and a decoder.
 
-The same class without a ViT serves text-only checkpoints of the decoder.
+Without a ViT, the same class serves text-only checkpoints.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ IMAGE_DEFAULTS = ImageProcessorConfig(
     image_std=(0.26862954, 0.26130258, 0.27577711),
 )
 
-# Where checkpoints keep the parts: as published, and as transformers saves them. The first match counts.
+# Prefixes of tensor names, as published and as transformers saves them; the first match counts.
 _PREFIXES = {
     "model.language_model.": "decoder.",
     "language_model.model.": "decoder.",
@@ -59,12 +59,12 @@ _MERGED = {
 
 
 class VisionLanguageModel(Model):
-    """One ViT (None in a text-only checkpoint), one decoder, one head; every rank has the whole ViT.
+    """A ViT (None in a text-only checkpoint), a decoder and a head; every rank has the whole ViT.
 
     Args:
-        config: of the whole model.
-        make_vit: VisionConfig -> the ViT: patches (P, patch_dim) and its layout -> embeddings (M, mm_embed_size).
-        published: parts of our parameter names -> the corresponding parts of published tensor names.
+        config: config of the whole model.
+        make_vit: creates the ViT of a VisionConfig, which maps patches (P, patch_dim) and a layout to embeddings.
+        published: maps parts of our parameter names to the corresponding parts of published tensor names.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class VisionLanguageModel(Model):
 
 
 class QwenVLFamily(ModelFamily):
-    """What the Qwen-VL families have in common: how images stand in a prompt, and the shape of the model."""
+    """Base class of the Qwen-VL families: the media tokens of a prompt and the structure of the model."""
 
     vision_transformer: ClassVar[type[nn.Module]]
     boxes: ClassVar[BoxFormat]  # how the models are trained to write boxes and points
@@ -176,7 +176,7 @@ class QwenVLFamily(ModelFamily):
         vision_attention: type[AttentionBackend] | None = None,
         ranks: Ranks = SINGLE,
     ) -> VisionLanguageModel:
-        # Text-only checkpoints of all families have the names of a plain decoder.
+        # Text-only checkpoints of all families use the tensor names of a plain decoder.
         published = QwenVLFamily.published if config.vision is None else self.published
         make_vit = partial(self.vision_transformer, backend=vision_attention or attention)
         return VisionLanguageModel(config, attention, make_vit, published, ranks)

@@ -1,4 +1,4 @@
-"""Checkpoint folder -> model: safetensors through memory maps, or random weights; a rank reads its part of each."""
+"""Load a checkpoint's safetensors through memory maps, or random weights; a rank reads only its part of each tensor."""
 
 import logging
 from collections import Counter
@@ -45,17 +45,16 @@ def load_model(
 ) -> Model:
     """Build the model on `device` in `dtype` with the folder's weights, or with random ones for "dummy".
 
-    Of several ranks, each builds and reads its own part only. A module is allocated when the first of its tensors is
-    read, and processes its weights when the last one is, so that there are never two copies of the model.
-    `prepare` is called with the model before it has values; what it adds to modules is not loaded. What the adapter in
-    the folder `lora` adds is merged.
-    Raises ValueError for damaged weights, for tensors that do not match the config, which it names, for an adapter that
-    is not for this model, and for a number of ranks that the model cannot be split over.
+    Each rank builds and reads only its part. A module is allocated when its first tensor is read, and it processes its
+    weights after the last, so there are never two copies of the model in memory. `prepare` is called with the model
+    before it has values; tensors that it adds to modules are not loaded. The adapter in the folder `lora` is merged
+    into the weights. Raises ValueError for damaged weights, for tensors that do not match the config (with their
+    names), for an adapter of another model, and for a number of ranks that the model cannot be split over.
     """
     try:
         with torch.device("meta"):
             model = family_of(config.architecture).build(config, attention, vision_attention, ranks).to(dtype)
-    except (RuntimeError, TypeError) as error:  # torch's, of sizes and products that do not fit into 64 bits
+    except (RuntimeError, TypeError) as error:  # raised by torch for sizes that do not fit into 64 bits
         raise ValueError(f"{folder / 'config.json'} has sizes that no model has: {first_line(error)}") from error
     model.eval().requires_grad_(False)
     pairs = {} if lora is None else place_adapter(lora, read_adapter(lora), model, linear_regions(model))
@@ -72,16 +71,16 @@ def load_model(
 
 
 class Places:
-    """Where the tensors of a checkpoint belong; modules are allocated and processed as they are filled.
+    """Maps a checkpoint's tensors to views of the model's parameters; modules are allocated and processed as they fill.
 
     Args:
-        most_values: the most values of one module; ValueError is raised for a larger one, before it takes memory.
+        most_values: maximum number of values of one module; a larger one raises ValueError before it takes memory.
     """
 
     def __init__(self, model: Model, device: torch.device, most_values: float = inf):
         self.model, self.device, self._most_values = model, device, most_values
         self._views: dict[Target, CheckpointView] = {}
-        self._missing: dict[str, set[Target]] = {}  # of each module
+        self._missing: dict[str, set[Target]] = {}  # by module
         self._targets: dict[str, list[Target]] = {}
         self._allocated: set[str] = set()
         for module, views in _views_by_module(model):
@@ -96,21 +95,21 @@ class Places:
             yield from targets
 
     def __getitem__(self, target: Target) -> CheckpointView:
-        """On the device."""
+        """Return the view on the device; allocate its module if necessary."""
         module = target[0].rpartition(".")[0]
         if module not in self._allocated:
             self._allocate(module)
         return self._views[target]
 
     def planned(self, target: Target) -> CheckpointView:
-        """Its shapes, without memory, where the module is not allocated yet."""
+        """Return the view, whose shapes are known, without allocating its module."""
         return self._views[target]
 
     def get(self, target: Target) -> CheckpointView | None:
         return self[target] if target in self._views else None
 
     def filled(self, target: Target) -> None:
-        """To be called when a place has its values; it must not be held any more, or its memory is not freed."""
+        """Mark a view as filled; the caller must not keep the view, or its memory is not freed."""
         name = target[0].rpartition(".")[0]
         self._missing[name].discard(target)
         module = self.model.get_submodule(name)
@@ -124,7 +123,7 @@ class Places:
         self._allocated.add(name)
         module = self.model.get_submodule(name)
         num_values = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if num_values > self._most_values and self.device.type != "meta":  # where nothing takes memory
+        if num_values > self._most_values and self.device.type != "meta":  # meta tensors take no memory
             found = f"config.json says that {name} has {num_values:,} values"
             raise ValueError(f"{found}, more than the files of weights can have; download both again")
         module = module.to_empty(device=self.device, recurse=False)
@@ -139,7 +138,7 @@ class Places:
 
 
 def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTensor]]:
-    """Name and tensor, one at a time."""
+    """Yield names and tensors, one at a time."""
     is_silent = True if len(files) == 1 or not progress else None
     for path in tqdm(files, desc="weights", unit="file", disable=is_silent):
         try:
@@ -147,7 +146,7 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     stored = file.get_slice(name)
                     dtype = stored.get_dtype()
-                    if dtype == "F4" or dtype.startswith("F6_"):  # which safetensors cannot slice
+                    if dtype == "F4" or dtype.startswith("F6_"):  # safetensors cannot slice these
                         raise ValueError(f"{path}: {name} has floats of 4 or 6 bits ({dtype}), which are not supported")
                     yield name, stored
         except (SafetensorError, OSError) as error:
@@ -197,19 +196,19 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
 
 
 def _copied(part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> bool:
-    """Copy the region of a tensor to its place; False if there are values that are not finite."""
+    """Copy the region of a tensor to its view; return False if any value is not finite."""
     merged = _merged(part, place, pair, device)
     place.view.copy_(merged)
     values = merged.scales if isinstance(merged, QuantizedTensor) else place.view
     if values.is_meta or not values.numel():
         return True
-    return all(bound.isfinite() for bound in torch.aminmax(values))  # which pass NaN on
+    return all(bound.isfinite() for bound in torch.aminmax(values))  # aminmax propagates NaN
 
 
 def _assembled(
     files: list[Path], config: ModelConfig, progress: bool
 ) -> Iterator[tuple[str, StoredTensor | StoredQuantizedTensor]]:
-    """With one tensor for each weight, also where it is quantized."""
+    """Yield one tensor for each weight; the tensors of a quantized weight are combined."""
     tensors = _tensors(files, progress)
     if config.quantization is None:
         return tensors
@@ -219,7 +218,7 @@ def _assembled(
 def _merged(
     part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device
 ) -> Tensor | QuantizedTensor:
-    """The values of a view, with what an adapter adds to them; rounded once, when they are copied."""
+    """Return the values of a view plus the adapter's update; they are rounded once, when they are copied."""
     if isinstance(place.view, QuantizedPartView):
         if not isinstance(part, QuantizedTensor):
             raise ValueError(f"{place.parameter} is not quantized, but quantization_config says that it is")
@@ -239,13 +238,13 @@ def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
 
 
 def checkpoint_views(model: nn.Module) -> Iterator[CheckpointView]:
-    """Views for every tensor that a checkpoint has for the model."""
+    """Yield a view for every tensor that a checkpoint has for the model."""
     for _, views in _views_by_module(model):
         yield from views
 
 
 def _views_by_module(model: nn.Module) -> Iterator[tuple[str, list[CheckpointView]]]:
-    """Names and checkpoint views of all modules that own parameters."""
+    """Yield names and checkpoint views of all modules that own parameters."""
     for name, module in model.named_modules():
         if isinstance(module, AssembledModule) or any(True for _ in module.parameters(recurse=False)):
             yield name, list(_views_of(name, module))
@@ -261,11 +260,11 @@ def _views_of(name: str, module: nn.Module) -> Iterator[CheckpointView]:
 
 
 def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
-    """The region of a tensor, in the shape of its parameter; None if the tensor does not fit.
+    """Return the region of a tensor in the shape of its parameter, or None if the tensor does not fit.
 
-    A convolution kernel (embed_dim, channels, frames, height, width), which all ranks have, is the matrix (embed_dim,
-    patch_dim). Weights of experts are published as (E, in, out) and saved by transformers as (E, out, in); square ones
-    are taken for the latter.
+    A convolution kernel (embed_dim, channels, frames, height, width), which all ranks have, becomes the matrix
+    (embed_dim, patch_dim). Weights of experts are published as (E, in, out) and saved by transformers as (E, out, in);
+    square ones are assumed to be the latter.
     """
     shape, whole, index = tuple(stored.get_shape()), place.whole_shape, place.index
     if shape == whole:
@@ -278,7 +277,7 @@ def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
 
 
 def _fill_randomly(places: Places, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
-    """With the values that the whole model would have, one tensor at a time."""
+    """Fill the model with random weights, one tensor at a time; ranks take their parts of the same whole tensors."""
     logger.info("random weights (load_format='dummy'): the text will make no sense")
     generator = torch.Generator(places.device).manual_seed(seed % 2**64)
     for target in places:

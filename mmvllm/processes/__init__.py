@@ -1,1 +1,1 @@
-"""Worker processes, messages between processes, collectives of tensor parallel ranks, signals."""
+"""Worker processes, message channels, collectives of tensor-parallel ranks, and signal handling."""

@@ -1,7 +1,7 @@
-"""Messages between a process and its parent: objects through a pipe, their large buffers through shared memory.
+"""Messages between a process and its parent: objects go through a pipe, their large buffers through shared memory.
 
-An array goes through a pipe in pieces of some 64 KiB, and both processes wait for each other at each. Shared memory
-takes one copy on either side, and the reader does not hold the interpreter lock for its own.
+A pipe transfers an array in pieces of about 64 KiB, and both processes wait for each other at every piece. Shared
+memory takes one copy on each side, and the reader copies without holding the GIL.
 """
 
 import mmap
@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-SHARED_BYTES = 128 * 1024 * 1024  # takes memory where it is written to only; larger messages go through the pipe
-KEPT_BYTES = 8 * 1024 * 1024  # after a larger message the memory is given back
+SHARED_BYTES = 128 * 1024 * 1024  # allocated as it is written to; larger messages go through the pipe
+KEPT_BYTES = 8 * 1024 * 1024  # after a larger message, the memory is returned to the system
 _ALIGNMENT = 64
 
 
 class SharedBuffer:
-    """Memory that two processes see; can be pickled only as an argument of a process that is started.
+    """Memory shared by two processes; can be pickled only as an argument of a process that is started.
 
-    It has no name: the system frees it with the last process that has it open, however that process ends.
+    It is anonymous: the system frees it when the last process that has it open ends, even by a crash.
     """
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        os.ftruncate(descriptor, SHARED_BYTES)  # of a process that is started, it has this size already
+        os.ftruncate(descriptor, SHARED_BYTES)  # no effect in the started process
         self._map = mmap.mmap(descriptor, SHARED_BYTES)
 
     def __reduce__(self):
@@ -38,15 +38,15 @@ class SharedBuffer:
 
     @classmethod
     def create(cls) -> "SharedBuffer | None":
-        """None where the system has no such memory."""
+        """Create a buffer; return None if the system does not support it."""
         if not hasattr(os, "memfd_create"):  # not Linux
             return None
-        with suppress(OSError):  # a sandbox without it, or a limit of the address space
+        with suppress(OSError):  # forbidden by a sandbox, or beyond the address space limit
             return cls(os.memfd_create("mmvllm-worker"))
         return None
 
     def write(self, views: list[memoryview]) -> bool:
-        """Whether there was room for all views, which are then written."""
+        """Write all views if there is room for them; return whether they were written."""
         *starts, end = _starts([view.nbytes for view in views])
         if end > SHARED_BYTES:
             return False
@@ -55,16 +55,16 @@ class SharedBuffer:
         return True
 
     def read(self, sizes: list[int]) -> "list[np.ndarray]":
-        """Copies of what was written."""
+        """Return copies of the buffers that were written."""
         *starts, end = _starts(sizes)
         copies = [self._copy(start, size) for start, size in zip(starts, sizes, strict=True)]
         if end > KEPT_BYTES:
-            with suppress(OSError):  # a sandbox that cannot
+            with suppress(OSError):  # some sandboxes do not support it
                 self._map.madvise(mmap.MADV_REMOVE)
         return copies
 
     def _copy(self, start: int, size: int) -> "np.ndarray":
-        import numpy as np  # not above: processes import this file, and choose the number of threads before numpy is
+        import numpy as np  # imported late: workers set their number of threads before they import numpy
 
         own = np.empty(size, np.uint8)
         np.copyto(own, memoryview(self._map)[start : start + size])
@@ -76,7 +76,7 @@ def _attached(descriptor: Any) -> SharedBuffer:
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Where each begins, and where the next one would."""
+    """Return the aligned offset of each buffer, followed by the end of the last one."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
@@ -84,9 +84,9 @@ def _starts(sizes: list[int]) -> list[int]:
 
 
 class PackedMessage:
-    """An object ready to be sent, to several processes if need be; large buffers in it, such as pixels, are not copied.
+    """A pickled object, ready to be sent to one or several processes; large buffers such as pixels are not copied.
 
-    Raises what pickling raises.
+    Raises the errors of pickling.
     """
 
     def __init__(self, message: Any):
@@ -97,17 +97,17 @@ class PackedMessage:
 
 
 def pickled(part: Any) -> bytes:
-    """A part of a message that its receiver makes again by itself, with `unpickled`, because it may be unable to."""
+    """Pickle a part of a message separately, so that the receiver can handle an error of `unpickled`."""
     return pickle.dumps(part)
 
 
 def unpickled(data: bytes) -> Any:
-    """Raises whatever making it raises."""
+    """Unpickle a part of a message; raises any exception that its classes raise."""
     return pickle.loads(data)
 
 
 def can_be_sent(message: Any) -> bool:
-    """Whether it can be pickled and unpickled, which some errors cannot."""
+    """Return whether a message survives pickling and unpickling, which some exceptions do not."""
     try:
         pickle.loads(pickle.dumps(message))
     except Exception:
@@ -116,11 +116,11 @@ def can_be_sent(message: Any) -> bool:
 
 
 class Channel:
-    """One end of the messages; used by one thread at a time.
+    """One end of a connection for messages; used by one thread at a time.
 
-    Messages use the buffers in turn. With one buffer the ends take turns: one has received a message, and copied it,
-    before it sends the next one, so that both may write to the same memory. With more, which only one end writes to,
-    as many messages may be on their way.
+    Messages use the buffers in turn. With one buffer, both ends may write to it, because they alternate: each end
+    receives and copies a message before it sends the next. With several buffers, only one end writes to them, and as
+    many messages may be in flight.
     """
 
     def __init__(self, pipe: Connection, *buffers: SharedBuffer | None):
@@ -129,23 +129,23 @@ class Channel:
         self._num_written = 0
 
     def close(self) -> None:
-        """Give up the pipe and the memory, which an error of this end may otherwise hold as long as it is kept."""
+        """Release the pipe and the memory, which the traceback of a kept exception could otherwise keep alive."""
         self.pipe.close()
         self._buffers = []
 
     def send(self, message: Any) -> None:
-        """Send an object; raises OSError if there is no other end, and what pickling raises, with nothing sent."""
+        """Send an object; raises OSError if the other end is closed. If pickling fails, nothing is sent."""
         self.send_packed(PackedMessage(message))
 
     def send_packed(self, message: PackedMessage) -> None:
-        """`send`, for a message that is packed already."""
+        """Send a packed message; raises OSError if the other end is closed."""
         place = self._write(message.views)
         self.pipe.send_bytes(pickle.dumps((place, message.sizes, message.data)))
         for view in message.views if place is None else ():
             self.pipe.send_bytes(view)
 
     def _write(self, views: list[memoryview]) -> int | None:
-        """Which buffer has the views; None if they go through the pipe."""
+        """Write the views to a buffer and return its index; None if they must go through the pipe."""
         if not (views and self._buffers):
             return None
         place = self._num_written % len(self._buffers)
@@ -155,7 +155,7 @@ class Channel:
         return place
 
     def receive(self) -> Any:
-        """Wait for an object; raises EOFError or OSError if there is no other end."""
+        """Wait for an object; raises EOFError or OSError if the other end is closed."""
         place, sizes, data = pickle.loads(self.pipe.recv_bytes())
         buffers = [*map(self._piece, sizes)] if place is None else self._buffers[place].read(sizes)
         return pickle.loads(data, buffers=buffers)

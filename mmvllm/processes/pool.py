@@ -1,9 +1,10 @@
-"""Worker processes that run one task at a time, within a time limit.
+"""A pool of worker processes, each of which runs one task at a time within a time limit.
 
     WorkerPool.run, in a thread of the parent  <── a channel for each process ──>  serve, in the process
 
-A process that exceeds its time, whose task is cancelled, that gives no sign of life or that dies is killed; the next
-task starts another. Processes are spawned, not forked: the parent's threads may hold locks. They end with their parent.
+A process is killed if its task exceeds the time limit or is cancelled, or if it gives no sign of life. The next task
+starts a new one. Processes are spawned, not forked, since the parent's threads may hold locks. They end with their
+parent.
 """
 
 import atexit
@@ -27,11 +28,11 @@ from mmvllm.processes.watchdog import Watch, Watched, new_pulse
 from mmvllm.processes.worker import serve
 
 NUM_WORKERS = min(8, os.cpu_count() or 1)
-CANCEL_SECONDS = 1.0  # that a cancelled task may run on: most end by then, and a new process costs more
-POLL_SECONDS = 0.1  # between looks at whether a task is cancelled
+CANCEL_SECONDS = 1.0  # grace period of a cancelled task: most end within it, and a new process costs more
+POLL_SECONDS = 0.1  # between checks for cancellation
 SILENCE_SECONDS = 60.0
 
-ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # of bytes; see `DecodeBudget`
+ReserveWhile = Callable[[int, Callable[[], float | None]], AbstractContextManager]  # see `DecodeBudget.reserve`
 
 
 class WorkerTimeout(TimeoutError):
@@ -39,11 +40,11 @@ class WorkerTimeout(TimeoutError):
 
 
 class WorkerDied(RuntimeError):
-    """A process ended during a task, as by a crash; the text says how."""
+    """A process ended during a task, for example by a crash; the message says how."""
 
 
 class WorkersUnusable(RuntimeError):
-    """Processes end before they are ready for a task, or their pool is closed; another attempt would fail too."""
+    """The pool is closed, or its processes end before they are ready for a task; a retry would fail too."""
 
 
 class TaskCancelled(RuntimeError):
@@ -51,18 +52,18 @@ class TaskCancelled(RuntimeError):
 
 
 class WorkerPool:
-    """Processes for tasks of several threads, started when they are needed.
+    """A pool of worker processes that several threads share; processes are started on demand.
 
     Args:
         num_workers: maximum number of processes.
         initializer: called with `initargs` in each new process; both are pickled.
-        reserve: what `reserve_in_parent` takes bytes from.
-        engine_env: environment variables for processes that run an engine: their number of threads, and their devices.
-            Such a process has the priority of its parent, and may start further processes.
-        silence: seconds without a sign of life after which a process is killed, also one without a task; code that
-            holds the interpreter lock gives none.
+        reserve: reserves the bytes that a task requests with `reserve_in_parent`.
+        engine_env: environment variables for processes that run an engine, such as thread counts and devices.
+            Such a process keeps the parent's priority and may start further processes.
+        silence: seconds without a sign of life after which a process is killed, even an idle one. Code that holds the
+            GIL gives no sign of life.
 
-    Raises what pickling raises. A class of the main module can be pickled; the processes then import that module.
+    Raises the errors of pickling. If `initializer` or `initargs` refer to the main module, the processes import it.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class WorkerPool:
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._is_closed = self._has_worked = False
-        # At exit this must run before multiprocessing's own handler, which was registered first and would wait.
+        # atexit runs this before multiprocessing's handler, which was registered earlier and would wait for processes.
         self._kill_all = weakref.finalize(self, _kill_all, self._workers)
         atexit.register(self._kill_all)
 
@@ -95,13 +96,13 @@ class WorkerPool:
         timeout: float | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> Any:
-        """The result of `task(*args)` in a process; may be called from many threads, which wait for a free one.
+        """Return the result of `task(*args)` from a process; many threads may call this and wait for a free process.
 
         Args:
-            timeout: seconds, without the start of a process and without the wait for reserved bytes.
-            is_cancelled: is asked regularly; once true, the task ends within about `CANCEL_SECONDS`.
+            timeout: in seconds; starting a process and waiting for reserved bytes do not count.
+            is_cancelled: polled regularly; once it returns True, the task ends within about `CANCEL_SECONDS`.
 
-        Raises what the task raises, without its traceback; WorkerTimeout, WorkerDied, WorkersUnusable, TaskCancelled.
+        Raises the task's exception without its traceback, WorkerTimeout, WorkerDied, WorkersUnusable or TaskCancelled.
         """
         worker = self._take(is_cancelled or _never)
         try:
@@ -121,7 +122,7 @@ class WorkerPool:
                 raise result
             return result
         finally:
-            del result  # else an error and this frame, which holds the arguments, keep each other alive
+            del result  # avoid a reference cycle between an error and this frame, which holds the arguments
 
     def close(self) -> None:
         """Kill all processes; tasks in flight raise WorkersUnusable."""
@@ -139,7 +140,7 @@ class WorkerPool:
             while not self._may_take() and not is_cancelled():
                 self._changed.wait(POLL_SECONDS)
             if is_cancelled():
-                self._changed.notify()  # what this thread was woken for is left to another one
+                self._changed.notify()  # pass the wake-up on to another thread
                 raise TaskCancelled("the task was cancelled")
             if self._is_closed:
                 raise WorkersUnusable("the worker pool is closed")
@@ -151,7 +152,7 @@ class WorkerPool:
             try:
                 worker = _Worker(*self._setup)
             except BaseException:
-                self._changed.notify()  # another thread may start one
+                self._changed.notify()  # another thread may start a worker
                 raise
             self._workers.add(worker)
             return worker
@@ -182,7 +183,7 @@ def _kill_all(workers: "set[_Worker]") -> None:
 
 
 class _Limit:
-    """The time limit of one task."""
+    """The time limit and the cancellation of one task."""
 
     def __init__(self, timeout: float | None, is_cancelled: Callable[[], bool] | None):
         self._timeout, self._is_cancelled = timeout, is_cancelled
@@ -190,7 +191,7 @@ class _Limit:
         self._cancelled_at: float | None = None
 
     def next_wait(self) -> float | None:
-        """Seconds to wait before the next call, or None for ever; raises WorkerTimeout or TaskCancelled."""
+        """Return the seconds until the next call, None for no limit; raises WorkerTimeout or TaskCancelled."""
         now = time.monotonic()
         if self._cancelled_at is None and self._is_cancelled is not None and self._is_cancelled():
             self._cancelled_at = now
@@ -202,7 +203,7 @@ class _Limit:
         return min(waits, default=None)
 
     def check_cancelled(self) -> float | None:
-        """`next_wait` for a wait that no time limit covers and that may end at once."""
+        """Return the next wait like `next_wait`, but without a time limit; cancellation takes effect at once."""
         if self._is_cancelled is None:
             return None
         if self._is_cancelled():
@@ -211,7 +212,7 @@ class _Limit:
 
     @contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """Call `end`, in a thread, if the time is over within."""
+        """Call `end` from another thread if the time limit expires inside the block."""
         if self._timeout is None:
             yield
             return
@@ -253,9 +254,9 @@ class _Worker:
             self._is_ready = True
 
     def run(self, task: Callable, args: tuple, limit: _Limit, reserve: ReserveWhile) -> tuple[bool, Any]:
-        """Whether the task raised something, and its result or what it raised."""
+        """Run a task; return whether it raised an exception, and its result or that exception."""
         limit.next_wait()
-        with limit.ending(partial(kill_process, self.process)):  # a process that was stopped reads nothing
+        with limit.ending(partial(kill_process, self.process)):  # a stopped process (SIGSTOP) reads nothing
             self._send((task, args), limit)
         with ExitStack() as reserved:
             while True:
@@ -272,7 +273,7 @@ class _Worker:
         self._watch.end()
 
     def close(self) -> None:
-        """Free what belongs to a process that has ended; nothing else may use it."""
+        """Release the channel of a process that has ended; the worker cannot be used afterwards."""
         self._channel.close()
 
     def _send(self, message: Any, limit: _Limit) -> None:
@@ -283,10 +284,10 @@ class _Worker:
             raise self._death() from None
 
     def _receive(self, limit: _Limit) -> tuple[str, Any]:
-        """The next message that is no log record; these are logged here."""
+        """Return the next message that is not a log record; log records are handled here."""
         while True:
             ready = connection.wait([self._channel.pipe, self.process.sentinel], limit.next_wait())
-            limit.next_wait()  # this thread may have been kept waiting: what came too late does not count
+            limit.next_wait()  # this thread may have been delayed: a message after the time limit does not count
             if self._channel.pipe in ready:
                 try:
                     kind, value = self._channel.receive()

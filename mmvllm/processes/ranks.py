@@ -1,8 +1,8 @@
-"""The processes that share one model, one for each device: rank 0 and the others, and what they exchange.
+"""Tensor-parallel ranks, one process per device, and the collectives between them.
 
-The weights of the decoder are split over ranks as in Megatron-LM (arXiv 1909.08053): a layer computes the sum of what
-its ranks compute. All ranks run the same steps, so all submit the same operations in the same order; a rank
-that fails in a step takes part in the rest of them, so that the others do not wait for it.
+The decoder's weights are split over the ranks as in Megatron-LM (arXiv 1909.08053); a layer's output is the sum of the
+ranks' results. All ranks run the same steps, so they submit the same operations in the same order. A rank that fails in
+a step still takes part in its remaining operations, which the other ranks would otherwise wait for.
 """
 
 from collections import deque
@@ -16,66 +16,66 @@ from torch import Tensor
 
 from mmvllm.errors import first_line
 
-TIMEOUT = timedelta(minutes=10)  # of an operation: longer than any rank computes between two of them
+TIMEOUT = timedelta(minutes=10)  # per operation; longer than any rank computes between two operations
 
 
 class RanksFailed(RuntimeError):
-    """Ranks can exchange nothing any more: one has ended, or did not take part in time."""
+    """The ranks can no longer communicate: one has ended, or did not take part in time."""
 
 
 class CollectiveError(RanksFailed):
-    """This rank cannot take part in an operation that the others wait in."""
+    """This rank cannot take part in an operation that the other ranks wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One exchange: "all_reduce", "gather", "broadcast" or "graph", the operations inside a CUDA graph."""
+    """One collective: "all_reduce", "gather", "broadcast", or "graph" for all operations inside a CUDA graph."""
 
     kind: str
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    source: int = 0  # of a broadcast
+    source: int = 0  # the rank that broadcasts
 
 
 class Ranks:
-    """A single rank, which exchanges nothing."""
+    """A single rank without communication, and the interface of all ranks."""
 
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, of one shape; written in place."""
+        """Sum x, which has the same shape on all ranks, in place."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x (R, V'), of one shape, side by side on rank 0 (R, size V'); elsewhere x."""
+        """Concatenate all ranks' x (R, V') to (R, size * V') on rank 0; other ranks return their x."""
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The source's x, written in place."""
+        """Overwrite x with the source rank's x, in place."""
         return x
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the smallest of the ranks' numbers."""
         return number
 
     def expect(self, operations: Iterable[Operation]) -> None:
-        """Begin a step with these operations; until `complete`, others are refused."""
+        """Begin a step that consists of these operations; until `complete`, any other operation is refused."""
 
     def done_in_graph(self) -> None:
-        """A CUDA graph with operations was launched."""
+        """Record that a CUDA graph with operations was launched."""
 
     def complete(self) -> None:
-        """End a step: after an error, take part in the operations that are left, with zeros."""
+        """End a step; after an error, take part in its remaining operations with zeros."""
 
 
 SINGLE = Ranks()
 
 
 class ConnectedRanks(Ranks):
-    """One of several ranks. All operations raise RanksFailed.
+    """One of several connected ranks. All operations may raise RanksFailed.
 
     Args:
-        backend: process group, connected with the other ranks.
+        backend: the process group that connects the ranks.
     """
 
     def __init__(self, backend: dist.ProcessGroup, rank: int, size: int, device: torch.device):
@@ -84,7 +84,7 @@ class ConnectedRanks(Ranks):
 
     @classmethod
     def connect(cls, store: dist.Store, rank: int, size: int, device: torch.device) -> "ConnectedRanks":
-        """Wait for the other ranks, which find each other in the store; GPUs exchange with NCCL, CPUs with Gloo."""
+        """Connect to the other ranks through the store, waiting for them; GPUs use NCCL, CPUs use Gloo."""
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
@@ -133,11 +133,11 @@ class ConnectedRanks(Ranks):
         self._expected = None
 
     def abort(self) -> None:
-        """Let operations that wait for other ranks fail, from any thread."""
+        """Make operations that wait for other ranks fail; may be called from any thread."""
         self._backend.abort()
 
     def close(self) -> None:
-        """Close the connections; nothing can be exchanged any more."""
+        """Close the connections; no operation can follow."""
         self._backend = None
 
     def _take_part(self, operation: Operation) -> None:
@@ -153,7 +153,7 @@ class ConnectedRanks(Ranks):
             raise CollectiveError(f"rank {self.rank} could not complete a step: {first_line(error)}") from None
 
     def _take(self, operation: Operation) -> None:
-        """Before an operation is run: one that fails cannot be run again."""
+        """Take an operation off the expected ones before it runs: a failed operation cannot be run again."""
         if self._expected is not None:
             expected = self._expected.popleft() if self._expected else None
             assert operation == expected, f"the operation must be {expected}, got {operation}"
@@ -163,5 +163,5 @@ class ConnectedRanks(Ranks):
         try:
             submit().wait()
         except RuntimeError as error:
-            self._expected = None  # others would fail too, each after its time
+            self._expected = None  # further operations would fail too, each after its timeout
             raise RanksFailed(f"rank {self.rank} lost another rank: {str(error).partition(chr(10))[0]}") from None

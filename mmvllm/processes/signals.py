@@ -1,4 +1,4 @@
-"""When signal handlers run, which may raise exceptions anywhere in the main thread, and how processes are ended."""
+"""Defer signal handlers, which may raise exceptions anywhere in the main thread, and end processes by force."""
 
 import multiprocessing
 import os
@@ -12,20 +12,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-FORCED_SECONDS = 1.5  # for what ends in an orderly way after a second signal
-WAIT_SECONDS = 1.0  # at a time: Windows does not interrupt a wait, and Ctrl-C is handled after it
+FORCED_SECONDS = 1.5  # for an orderly shutdown after a second signal
+WAIT_SECONDS = 1.0  # per wait: Windows does not interrupt it, and handles Ctrl-C afterwards
 
 
 def wait_until(is_true: Callable[[], Any], changed: threading.Condition) -> None:
-    """`changed.wait_for(is_true)`, during which signal handlers run."""
+    """Wait like `changed.wait_for(is_true)`, but let signal handlers run meanwhile."""
     while not changed.wait_for(is_true, WAIT_SECONDS):
         pass
 
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM after the block, for what must not be left half done."""
-    if threading.current_thread() is not threading.main_thread():  # no handler runs in other threads
+    """Defer SIGINT and SIGTERM until after the block, for work that must not be left half done."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
         yield
         return
     received: list[int] = []
@@ -39,9 +39,9 @@ def signals_deferred() -> Iterator[None]:
 
 @contextmanager
 def _deferred(number: int, received: list[int]) -> Iterator[None]:
-    """One signal: a handler of the other one that raises while this one's is set leaves none behind."""
+    """Defer one signal, and restore its handler even if a handler of the other signal raises."""
     handler = signal.getsignal(number)
-    if handler is None:  # not of Python: it raises no exception, and could not be set again
+    if handler is None:  # installed outside Python: it raises no exception, and cannot be restored
         yield
         return
     try:
@@ -53,11 +53,11 @@ def _deferred(number: int, received: list[int]) -> Iterator[None]:
 
 @contextmanager
 def ended_by_second_signal() -> Iterator[None]:
-    """From the second SIGINT or SIGTERM on, the program and its processes end within `FORCED_SECONDS`.
+    """Force the program and its child processes to end `FORCED_SECONDS` after the second SIGINT or SIGTERM.
 
-    Threads and other processes may wait for what never comes, and Python, as it exits, for them. Signals are counted by
-    a thread, so that it does not matter whether the main thread is in a call of C, or defers them. The exit code is
-    that of a program that the signal has ended, as a shell shows it. What runs here has handlers for these signals.
+    Otherwise Python could wait at exit for threads and processes that never finish. A thread counts the signals, even
+    while the main thread is in a C call or defers them. The exit code is 128 plus the signal number, as in a shell.
+    The code in the block must have handlers for both signals.
     """
     received, waker = socket.socketpair()
     waker.setblocking(False)
@@ -84,17 +84,17 @@ def _end_at_second(received: socket.socket) -> None:
 def _end(code: int) -> None:
     with suppress(Exception):
         for process in multiprocessing.active_children():
-            kill_process(process)  # one that is stopped would not notice that its parent has ended
+            kill_process(process)  # a stopped process would not notice that its parent has ended
     os._exit(code)
 
 
 def kill_process(process: BaseProcess) -> None:
-    """End a process at once.
+    """Kill a process at once, and its child processes where the system lists them (Linux).
 
-    What it has started ends with it, unless it is stopped (SIGSTOP): it is killed too, where the system tells (Linux).
+    Child processes end with their parent by themselves, unless they are stopped (SIGSTOP).
     """
     children: list[int] = []
-    if process.is_alive():  # else its number may be another one's
+    if process.is_alive():  # otherwise another process may have its number
         with suppress(OSError):  # there is no /proc
             tasks = [*Path(f"/proc/{process.pid}/task").iterdir()]
             children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -105,16 +105,16 @@ def kill_process(process: BaseProcess) -> None:
 
 
 def run_below_first_process() -> None:
-    """Where this is the first process of a container, go on in a child of it, whose exit code it then ends with.
+    """Continue in a child process; this process, the first one of a container, becomes its init.
 
-    Linux ignores the signals that the first process has no handler for: nothing would end a command while it loads a
-    model. As an init it also hands signals on and reaps orphans.
+    Linux ignores signals for which the first process has no handler, so nothing could end a command while it loads a
+    model. The init forwards signals, reaps orphans, and exits with the child's exit code.
     """
     handed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # one that comes now is handed on below
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handed_on)  # signals that arrive now are forwarded below
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it once
+        os.setpgid(0, 0)  # so that Ctrl-C in a terminal reaches the child only once
         if os.isatty(0):  # only the foreground group may read from a terminal
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             os.tcsetpgrp(0, os.getpgrp())

@@ -1,4 +1,4 @@
-"""How a process is started: what it inherits of its parent, and what it does not."""
+"""Start processes, and control what they inherit from their parent."""
 
 import multiprocessing
 import signal
@@ -17,11 +17,11 @@ KILL_SECONDS = 5.0  # for the system to end a killed process
 
 
 def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main: bool = False) -> SpawnProcess:
-    """Spawn a process that calls `target(*args)`, which begins with `follow_parent`.
+    """Spawn a process that calls `target(*args)`; the target must call `follow_parent` first.
 
     Args:
-        is_daemon: a daemon may not start further processes.
-        needs_main: whether the process imports the main module, for objects of its classes.
+        is_daemon: whether the process is daemonic, and thus may not start further processes.
+        needs_main: whether the process imports the main module, to unpickle instances of its classes.
 
     Raises RuntimeError as `check_may_start` does.
     """
@@ -35,17 +35,17 @@ def start_process(target: Callable, args: tuple, *, is_daemon: bool, needs_main:
 
 
 def check_may_start() -> None:
-    """Raise RuntimeError in a daemonic process, which Python does not let start others."""
+    """Raise RuntimeError in a daemonic process, which Python does not allow to start other processes."""
     if multiprocessing.current_process().daemon:
         raise RuntimeError(
-            "a process has to be started, which a daemonic process of multiprocessing, such as a worker of a Pool, may "
-            "not do; use one that is no daemon, or one device without worker processes"
+            "cannot start a process from a daemonic process of multiprocessing, such as a worker of a Pool; "
+            "use a process that is not daemonic, or one device without worker processes"
         )
 
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """A process that is started inherits this, so that no signal ends it before it ignores them."""
+    """Block signals while a process is started: it inherits the mask, and no signal ends it before it ignores them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -61,9 +61,9 @@ _spawning = threading.Lock()
 
 @contextmanager
 def _main_module(is_needed: bool) -> Iterator[None]:
-    """Have started processes import the main module only if it is needed.
+    """Let started processes import the main module only if they need it.
 
-    It may be a script that does its work when it is imported: each process would begin that work again.
+    The main module may be a script that works on import; every process would repeat that work.
     """
     with _spawning:
         original = spawn.get_preparation_data
@@ -81,9 +81,9 @@ def _main_module(is_needed: bool) -> Iterator[None]:
 
 
 def how_it_ended(process: SpawnProcess) -> str:
-    """A process that has ended, or is about to, was "ended by SIGKILL" or "ended with exit code 1"."""
+    """Describe how a process ended, or is about to: "was ended by SIGKILL" or "ended with exit code 1"."""
     end = time.monotonic() + KILL_SECONDS
-    # Not `join`, which returns before there is a code if another thread asks for it at the same time.
+    # Not `join`, which may return before the exit code is set if another thread queries it at the same time.
     while (code := process.exitcode) is None and time.monotonic() < end:
         time.sleep(0.01)
     if code is None:

@@ -1,8 +1,7 @@
-"""Signs of life: a process counts on while it runs (`beating`), and its parent ends one that has stopped counting.
+"""Heartbeats: a process increments a counter while it runs (`beating`), and its parent kills it when that stops.
 
-A process that ends is noticed at once. One that does not answer, because it was stopped or waits for something that
-never comes, would keep requests waiting for ever, or other ranks in an operation until
-`mmvllm.processes.ranks.TIMEOUT`.
+The parent notices the end of a process at once. A process that hangs, because it was stopped or waits forever, would
+block requests indefinitely, and other ranks in a collective until `mmvllm.processes.ranks.TIMEOUT`.
 """
 
 import multiprocessing
@@ -17,16 +16,16 @@ from mmvllm.processes.signals import kill_process
 from mmvllm.processes.start import KILL_SECONDS, how_it_ended
 from mmvllm.processes.worker import BEAT_SECONDS
 
-START_SECONDS = 300.0  # for a process to begin to count: until then it loads Python and what it needs
+START_SECONDS = 300.0  # until the first heartbeat: the process first starts Python and imports its modules
 
 
 def new_pulse() -> c_uint64:
-    """A count in memory that two processes see; an argument of a process that is started."""
+    """Return a counter in shared memory, to be passed to a process that is started."""
     return multiprocessing.get_context("spawn").RawValue(c_uint64, 0)
 
 
 class Watched(NamedTuple):
-    """A process that beats, and how messages call it."""
+    """A process with a heartbeat, and its name in messages."""
 
     name: str
     process: multiprocessing.Process
@@ -48,7 +47,7 @@ def first_lost(watched: Sequence[Watched], timeout: float) -> str:
 
 
 class Watch:
-    """Watches one process, in a thread."""
+    """Watches one process from a thread."""
 
     def __init__(self, watched: Watched, timeout: float):
         self._end = f"{watched.name} could not be ended"
@@ -56,7 +55,7 @@ class Watch:
         self._thread.start()
 
     def end(self) -> str:
-        """What happened to a process that has ended, or was killed right now."""
+        """Return what happened to a process that has ended or was just killed."""
         self._thread.join(2 * KILL_SECONDS)
         return self._end
 
@@ -65,15 +64,15 @@ class Watch:
 
 
 class _Silence:
-    """How long a pulse has not been felt."""
+    """Measures how long a process has had no heartbeat."""
 
     def __init__(self, pulse: c_uint64):
         self._pulse, self._count, self._seconds, self._asked_at = pulse, 0, 0.0, time.monotonic()
 
     def is_over(self, timeout: float) -> bool:
-        """Whether it takes too long; to be called often.
+        """Return whether the silence exceeds `timeout`; must be called at every beat.
 
-        A pause of this process, which may have stopped the other one too, counts only once.
+        A pause of this process, which may have paused the other one too, counts for at most two beats.
         """
         now, count = time.monotonic(), self._pulse.value
         self._seconds += min(now - self._asked_at, 2 * BEAT_SECONDS)

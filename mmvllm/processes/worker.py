@@ -1,4 +1,4 @@
-"""What runs in worker processes: one task after the other, until the parent ends."""
+"""The main loop of worker processes, which run one task after the other until the parent ends."""
 
 import logging
 import multiprocessing
@@ -19,10 +19,10 @@ from mmvllm.utils.memory_limit import allow
 
 BEAT_SECONDS = 0.5
 NICENESS = 5  # the engine has priority
-# Read by the libraries below numpy and torch when they are loaded.
+# Read when the libraries that numpy and torch use are loaded.
 NUMBERS_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ONE_THREAD = dict.fromkeys(NUMBERS_OF_THREADS, "1")
-# Ctrl-C in a terminal is sent to all processes of a job; the parent finishes what is in flight.
+# Ctrl-C in a terminal reaches all processes of a job; workers ignore it, so the parent can finish tasks in flight.
 IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 _parent: Channel | None = None
@@ -30,9 +30,9 @@ _parent: Channel | None = None
 
 @contextmanager
 def reserve_in_parent(num_bytes: int) -> Iterator[None]:
-    """Have the parent reserve bytes for the rest of the task, in place of what the task reserved before.
+    """Have the parent reserve bytes for the rest of the task, replacing the task's previous reservation.
 
-    Within a `memory_limit`, they may be allocated from now on.
+    Inside a `memory_limit`, these bytes are added to the limit.
     """
     _parent.send(("reserve", num_bytes))
     _parent.receive()
@@ -47,7 +47,7 @@ def serve(
     engine_env: dict[str, str] | None,
     pulse: c_uint64,
 ) -> None:
-    """Answer tasks; `setup` is a pickled function and its arguments, called first."""
+    """Run the parent's tasks; `setup` is a pickled initializer with its arguments, which is called first."""
     global _parent
     _parent = channel = Channel(pipe, shared)
     _become_worker(engine_env)
@@ -61,7 +61,7 @@ def serve(
 
 @contextmanager
 def beating(pulse: c_uint64) -> Iterator[None]:
-    """Count on, in a thread, so that the parent sees that this process runs."""
+    """Increment `pulse` from a thread, to show the parent that this process is running."""
     is_over = threading.Event()
 
     def beat() -> None:
@@ -82,38 +82,37 @@ def _become_worker(engine_env: dict[str, str] | None) -> None:
         return
     follow_parent()
     logging.getLogger().addHandler(_LogOfParent(None))
-    warnings.simplefilter("ignore")  # Pillow's have values of the image, so that Python would show each of them
+    warnings.simplefilter("ignore")  # Pillow's warnings contain values of the image, so Python would show every one
     os.environ.update(ONE_THREAD)
     if hasattr(os, "nice"):
         os.nice(NICENESS)
 
 
 class _LogOfParent(QueueHandler):
-    """Has the parent log what a task logs."""
+    """Forwards the log records of a task to the parent."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.thread == threading.main_thread().ident  # the channel is that of the thread that runs tasks
+        return record.thread == threading.main_thread().ident  # only the thread that runs tasks may use the channel
 
     def enqueue(self, record: logging.LogRecord) -> None:
         _parent.send(("log", record))
 
 
 def begin_engine(env: dict[str, str]) -> None:
-    """Make this process one that runs an engine, or a rank of one.
+    """Prepare this process to run an engine or one rank of an engine.
 
     Args:
-        env: environment variables; if this is called before torch is imported, settings of threads and devices
-            take effect.
+        env: environment variables to set; settings of threads and devices take effect only before torch is imported.
     """
     from tqdm import tqdm
 
     follow_parent()
     os.environ.update(env)
-    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a process that is killed leaves
+    tqdm.set_lock(threading.RLock())  # tqdm's default lock has a system semaphore, which leaks if the process is killed
 
 
 def follow_parent() -> None:
-    """Leave signals to the parent, and end with it."""
+    """Ignore signals, which the parent handles, and end when the parent ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The application: routes and middleware."""
+"""Builds the FastAPI application of the server: its routes and middleware."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -28,7 +28,7 @@ from mmvllm.server.tokenize import serving as tokenize
 
 
 def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Build the ASGI application of an engine, which is shut down together with the application."""
+    """Build the ASGI application that serves an engine, and that shuts the engine down when it ends."""
 
     decoder = MediaDecoder(settings.media)
 
@@ -58,7 +58,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         budget=ByteBudget(settings.max_bodies_bytes),
         open_paths=open_paths,
     )
-    if settings.cors_origins or settings.has_demo:  # the page's own middleware would allow every origin
+    if settings.cors_origins or settings.has_demo:  # without it, gradio's middleware would allow every origin
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -72,8 +72,8 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
 
 def _mount_demo(app: FastAPI, engine: AsyncLLM, settings: ServerSettings, decoder: MediaDecoder) -> Sequence[str]:
-    """Returns the path prefixes of the demo, which reads request bodies itself."""
-    from mmvllm.server import demo  # imports gradio, which is needed for the demo only
+    """Mount the demo page, and return the path prefixes whose request bodies it reads itself."""
+    from mmvllm.server import demo  # imports gradio, which only the demo page needs
 
     demo.mount(app, engine, settings, decoder)
     return (f"{demo.PATH}/",)

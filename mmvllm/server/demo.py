@@ -1,4 +1,4 @@
-"""Mounts the demo page on the server; needs the extra `demo` too."""
+"""Mounts the demo page on the server; needs the extras `serve` and `demo`."""
 
 import gradio
 from fastapi import FastAPI, Request

@@ -1,4 +1,4 @@
-"""Work that ends when its client disconnects."""
+"""Cancels the work for a request when its client disconnects."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.types import Receive
 
 T = TypeVar("T")
-CLIENT_DISCONNECTED = 499  # the status in metrics and the log
+CLIENT_DISCONNECTED = 499  # nginx's status, in metrics and the log
 
 
 class ClientDisconnected(Exception):
@@ -15,7 +15,7 @@ class ClientDisconnected(Exception):
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Do the work, whose request has been read; if the client disconnects, cancel it and raise ClientDisconnected."""
+    """Await the work, after the body was read; if the client disconnects, cancel it and raise ClientDisconnected."""
     task, disconnected = asyncio.ensure_future(work), asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)

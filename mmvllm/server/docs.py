@@ -1,4 +1,4 @@
-"""The page `/docs`, which lists the routes and loads nothing, unlike FastAPI's own page, from other hosts."""
+"""Serves the page `/docs`, which lists the routes. Unlike FastAPI's page, it loads nothing from other hosts."""
 
 from html import escape
 

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Formats every error as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
 
 import json
 import re
@@ -29,7 +29,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 MESSAGES = {
     "extra_forbidden": "is not a field of this request",
     "missing": "is missing",
-    # The only union whose tag can be invalid or missing is that of content parts.
+    # Content parts are the only union whose tag can be invalid or missing.
     "union_tag_invalid": "must have the type 'text', 'image_url' or 'video_url', got {tag!r:.100}",
     "union_tag_not_found": "must have a type: 'text', 'image_url' or 'video_url'",
     "literal_error": "must be {expected}; nothing else is supported",
@@ -39,12 +39,12 @@ MESSAGES = {
     "string_type": "must be a string",
     "too_short": "must have at least {min_length} item",
 }
-MAX_KEY_SHOWN = 100  # characters of a key, so that a response is not as large as its request
+MAX_KEY_SHOWN = 100  # characters of a key in a message, which keeps a response smaller than its request
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ApiError(HTTPException):
-    """An error response; `param` names the field that is wrong, `code` is machine-readable."""
+    """An error response; `param` names the invalid field, and `code` is machine-readable."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ def model_not_found(name: str, served: Sequence[str]) -> ApiError:
 
 
 def from_engine(error: Exception) -> ApiError:
-    """The error response to a request that the engine refused or did not finish, or that timed out."""
+    """Return the error response to a request that the engine refused or did not finish, or that timed out."""
     if isinstance(error, EngineBusy):
         return ApiError(429, str(error), code="engine_busy", headers={"Retry-After": "1"})
     if isinstance(error, EngineUnavailable):
-        is_final = isinstance(error, EngineStopped | EngineFailed)  # otherwise engines are being started again
+        is_final = isinstance(error, EngineStopped | EngineFailed)  # otherwise engines are restarting
         return ApiError(503, str(error), code="engine_unavailable", headers=None if is_final else {"Retry-After": "1"})
     if isinstance(error, MemoryError):
         return out_of_memory()
@@ -91,7 +91,7 @@ def from_engine(error: Exception) -> ApiError:
 
 @contextmanager
 def engine_errors(format_error: Callable[[ValueError], tuple[str, str | None]]) -> Iterator[None]:
-    """Raise what the engine raises as ApiError; `format_error` gives message and field of an error about a request."""
+    """Convert the engine's exceptions to ApiError; `format_error` returns the message and the field of a ValueError."""
     try:
         yield
     except (EngineUnavailable, RequestFailed, DeadlineExceeded, MemoryError) as error:
@@ -104,7 +104,7 @@ def engine_errors(format_error: Callable[[ValueError], tuple[str, str | None]]) 
 
 @contextmanager
 def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields of an ApiError as the request has them, of which another one was made."""
+    """Rename the fields in an ApiError about a converted request to the names in the client's request."""
     try:
         yield
     except ApiError as error:
@@ -113,8 +113,10 @@ def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """The text with each of `names` replaced by its value, in their order; parts of words stay as they are, and quotes
-    of the client's own words."""
+    """Return the text with each of `names` replaced by its value, in order.
+
+    Only whole words outside quotation marks are replaced: quotes repeat the client's words.
+    """
     pieces = re.split(r"""("[^"]*"|(?<!\w)'[^']*')""", text)
     for name, own in names.items():
         begins = r"(?<!\w)" if name[0].isalpha() else ""
@@ -123,13 +125,13 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 
 def internal_error() -> ApiError:
-    """The error response to an unexpected exception, of which clients see no details."""
+    """Return the error response to an unexpected exception, without details."""
     return ApiError(500, "internal server error; see the server's log")
 
 
 def out_of_memory() -> ApiError:
-    """The error response to a request for which the server had not enough memory."""
-    message = "the server has not enough memory for this request; try again later, or send less at once"
+    """Return the error response to a request for which the server lacks memory."""
+    message = "not enough memory for this request; try again later, or send less at once"
     return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "1"})
 
 
@@ -155,11 +157,11 @@ def install(app: FastAPI) -> None:
             return ApiError(415, "the body must be JSON, with the header Content-Type: application/json").response()
         param, message = explain(error.errors(), error.body)
         if message == MESSAGES["extra_forbidden"] and param in error.body:
-            message += suggestion(param, request.scope["route"].fields - {param})  # which another form may have
+            message += suggestion(param, request.scope["route"].fields - {param})  # another form may have it
         return ApiError(400, f"{param}: {message}" if param else message, param=param).response()
 
     async def from_disconnect(_request: Request, _error: ClientDisconnected) -> Response:
-        return Response(status_code=CLIENT_DISCONNECTED)  # which nobody reads
+        return Response(status_code=CLIENT_DISCONNECTED)  # nobody reads it
 
     async def from_memory(_request: Request, _error: MemoryError) -> Response:
         return out_of_memory().response()
@@ -171,14 +173,14 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, from_validation)
     app.add_exception_handler(ClientDisconnected, from_disconnect)
     app.add_exception_handler(MemoryError, from_memory)
-    # FastAPI's own handler of Exception runs outside all middleware, so its response would lack x-request-id and CORS.
+    # FastAPI's handler for Exception runs outside all middleware: its response would lack x-request-id and CORS.
     app.add_middleware(ServerErrorMiddleware, handler=from_other)
 
 
 def explain(errors: list[dict], body: Any) -> tuple[str | None, str]:
-    """The path of the invalid field, and what is wrong with it, from pydantic's errors.
+    """Return the path of the invalid field and a message, from pydantic's errors.
 
-    A value that matches no member of a union has errors for each; the deepest belongs to the intended member.
+    A value that matches no member of a union has errors for every member; the deepest belongs to the intended one.
     """
     found = [(_path(error, body), _message(error)) for error in errors]
     deepest = max(len(path) for path, _ in found)
@@ -192,7 +194,7 @@ def _message(error: dict) -> str:
 
 
 def _path(error: dict, body: Any) -> tuple[str | int, ...]:
-    """Keys and indices from the body to the field, without the tags of union members that pydantic adds."""
+    """Return the keys and indices from the body to the field, without the union tags that pydantic adds."""
     path, value, location = [], body, error["loc"][1:]
     for i, step in enumerate(location):
         if (isinstance(value, dict) and step in value) or (isinstance(value, list) and isinstance(step, int)):

@@ -1,4 +1,4 @@
-"""The route that SageMaker calls: a chat, a completion or embeddings, whichever the body is."""
+"""Serves /invocations, the route that SageMaker calls; the body decides between chat, completion and embeddings."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/invocations", response_model=ChatCompletion | Completion | EmbeddingList, responses=STREAMS)
     async def invocations(body: Invocation, request: Request) -> Response:
-        """Create what a body with `messages`, `prompt` or `input` asks for, at the path that SageMaker calls."""
+        """Create a chat (`messages`), a completion (`prompt`) or embeddings (`input`), at SageMaker's path."""
         return await serving.respond(partial(_job, serving), body, request.state.reservation)
 
     return routes

@@ -15,17 +15,20 @@ from fastapi import FastAPI
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.http.connection import TimeLimitedProtocol
 
-KEEP_ALIVE_SECONDS = 75.0  # longer than proxies keep theirs, which would send a request into a closing connection
-SEND_SECONDS = 5.0  # for sending the responses of requests that have ended
+KEEP_ALIVE_SECONDS = 75.0  # longer than in proxies, which might otherwise send a request on a closing connection
+SEND_SECONDS = 5.0  # to send the responses of finished requests
 SEND_SECONDS_IF_FORCED = 0.5  # the same, after a second signal
-ACCEPT_FAILS = "socket.accept() out of system resource"  # as asyncio says it
-FULL_SECONDS = 60.0  # between warnings that no connection can be accepted
+ACCEPT_FAILS = "socket.accept() out of system resource"  # asyncio's message when it lacks file descriptors or memory
+FULL_SECONDS = 60.0  # between warnings that connections cannot be accepted
 
 logger = logging.getLogger(__name__)
 
 
 class GracefulServer(uvicorn.Server):
-    """Drains on the first SIGINT or SIGTERM, aborts requests in flight on the second; `run` then returns normally."""
+    """A server that drains on the first SIGINT or SIGTERM, and aborts requests in flight on the second.
+
+    Afterwards `run` returns normally.
+    """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncLLM, drain_seconds: float, on_ready: Callable[[str], None]):
         super().__init__(config)
@@ -41,12 +44,12 @@ class GracefulServer(uvicorn.Server):
         self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Warn once a minute that no connection can be accepted: asyncio reports that thousands of times a second."""
+        """Warn once a minute that connections cannot be accepted; asyncio reports it thousands of times a second."""
         if context["message"] != ACCEPT_FAILS:
             loop.default_exception_handler(context)
         elif time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + FULL_SECONDS
-            message = "connections cannot be accepted (%s) and wait; raise the limit of open files (ulimit -n)"
+            message = "new connections cannot be accepted (%s) for now; raise the limit of open files (ulimit -n)"
             logger.warning(message, context["exception"].strerror)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -85,10 +88,10 @@ def make_server(
     on_ready: Callable[[str], None],
     keep_alive: float = KEEP_ALIVE_SECONDS,
 ) -> GracefulServer:
-    """A server whose `run([listener])` returns after SIGINT or SIGTERM; `on_ready` is called with the URL."""
+    """Return a server that calls `on_ready` with its URL, and whose `run([listener])` returns after a signal."""
     config = uvicorn.Config(
         app,
-        loop="asyncio",  # also where uvloop is installed, such as by the extra `ray`: its timers may fire too early
+        loop="asyncio",  # even if uvloop is installed, as by the extra `ray`: its timers may fire too early
         http=TimeLimitedProtocol,
         ws="none",
         lifespan="on",

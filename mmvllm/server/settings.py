@@ -1,4 +1,4 @@
-"""The settings of a server."""
+"""Settings of the HTTP server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,49 +8,49 @@ from mmvllm.config import MiB
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.utils.arguments import check_key
 
-BODY_BYTES = 32 * MiB  # of a request without videos
+BODY_BYTES = 32 * MiB  # default limit of a body without videos
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Names and limits of one server; times are in seconds.
+    """Names, limits and features of one server; times are in seconds.
 
     Args:
-        model_names: the names under which requests may address the model.
-        api_keys: keys of which requests must have one, without the white space around them; if empty, none is needed.
-            Health, load, metrics and the version need none, nor does the demo page. ValueError is raised for a key
+        model_names: the names by which requests select the model.
+        api_keys: keys of which a request must send one; surrounding whitespace is stripped, and an empty tuple admits
+            all requests. Health, load, metrics, the version and the demo page need no key. Raises ValueError for a key
             that no HTTP header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
         max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
-        max_images: images per request.
-        max_videos: videos per request.
-        request_timeout: for fetching images and videos and generating, together.
-        max_body_bytes: size of one request body; default: `body_bytes`.
-        body_timeout: for receiving a request body.
-        max_bodies_bytes: total size of all request bodies and fetched images and videos that are held at a time.
+        max_images: maximum images per request.
+        max_videos: maximum videos per request.
+        request_timeout: time limit that covers both fetching images and videos, and generation.
+        max_body_bytes: maximum size of a request body; default: see `body_bytes`.
+        body_timeout: time limit for receiving a request body.
+        max_bodies_bytes: maximum total size of the request bodies, and fetched images and videos, held at a time.
         media: the sources from which images and videos may be read, and their size limits.
-        media_names: what errors call fields of `media`, such as the options of a command; by default as they are.
-        max_stored_bytes: memory of the responses of /v1/responses that are stored for `previous_response_id`, each
-            counted with its whole conversation; 0 stores none.
-        max_kept_media_bytes: memory of the images and videos with a `uuid`, which later requests may leave out; 0 keeps
+        media_names: names of the fields of `media` in error messages, such as command-line options.
+        max_stored_bytes: memory for responses of /v1/responses, stored for `previous_response_id`. Each counts with its
+            whole conversation; 0 stores none.
+        max_kept_media_bytes: memory for images and videos with a `uuid`, whose data later requests may omit; 0 keeps
             none.
-        stored_seconds: until a stored response expires, after it was made or last continued.
-        allow_special_tokens: requests may ask that special tokens in their messages are control tokens, not text.
-        trusts_request_templates: requests may have a `chat_template`, which is a program.
-        chat_template_kwargs: arguments of the chat template, for requests that do not give these themselves.
-        uses_generation_config: sampling parameters that a request leaves out are taken from the checkpoint's
-            generation_config.json, where it has them; otherwise, and for the others, OpenAI's defaults.
-        lora_modules: folders of adapters by the names under which requests may address them.
+        stored_seconds: lifetime of a stored response after it was created or last continued.
+        allow_special_tokens: requests may ask for special tokens in messages to be control tokens instead of text.
+        trusts_request_templates: requests may set `chat_template`, a Jinja program that the server runs.
+        chat_template_kwargs: default arguments of the chat template, which requests may override.
+        uses_generation_config: take sampling parameters that a request omits from the checkpoint's
+            generation_config.json, and OpenAI's defaults for the rest. If false, use OpenAI's defaults only.
+        lora_modules: folders of LoRA adapters, keyed by the model names that select them in requests.
         allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
-        ignores_unknown_fields: unknown fields of requests are ignored, and named in the log, instead of refused.
-        scheduling_policy: "fcfs", first come, first served; or "priority", by the `priority` of requests, which other
-            servers refuse.
-        log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None logs none.
-        always_includes_usage: each chunk of a stream has the usage so far, whatever its stream_options say.
-        shows_times: chats and completions with one choice have `metrics`, with their times in milliseconds.
-        metrics_names: "mmvllm", or "vllm" to serve the metrics by the names that they have in vLLM as well.
-        shows_tokenizer: also serve /tokenizer_info, the tokenizer's configuration and its chat template.
-        has_demo: also serve the demo page at /demo, without API keys.
+        ignores_unknown_fields: ignore unknown fields of requests and name them in the log, instead of refusing them.
+        scheduling_policy: "fcfs" (first come, first served), or "priority" (by the `priority` of requests). "fcfs"
+            refuses requests with a nonzero `priority`.
+        log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None disables it.
+        always_includes_usage: put the usage so far into every chunk of a stream, whatever its stream_options say.
+        shows_times: add `metrics`, times in milliseconds, to chats and completions with one choice.
+        metrics_names: "mmvllm", or "vllm" to serve the metrics under vLLM's names, too.
+        shows_tokenizer: serve /tokenizer_info, which returns the tokenizer's configuration and chat template.
+        has_demo: serve the demo page at /demo, which needs no API key.
     """
 
     model_names: tuple[str, ...]
@@ -90,6 +90,6 @@ class ServerSettings:
         object.__setattr__(self, "api_keys", keys)
 
     def body_bytes(self, takes_videos: bool) -> int:
-        """The maximum size of a body; by default there is room for one of the largest videos as a data URI."""
+        """Return the maximum size of a body; the default has room for one of the largest videos as a data URI."""
         video = -(-self.media.max_video_bytes // 3) * 4 if takes_videos else 0
         return BODY_BYTES + video if self.max_body_bytes is None else self.max_body_bytes

@@ -1,1 +1,1 @@
-"""What the text of a completion must be: which schemas and grammars are accepted."""
+"""Parameters of structured outputs, and checks of their schemas and grammars."""

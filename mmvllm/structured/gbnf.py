@@ -1,19 +1,19 @@
-"""Grammars in GBNF, the notation of llama.cpp and of vLLM's examples, as grammars in Lark."""
+"""Converts grammars in GBNF, the notation of llama.cpp and of vLLM's examples, to Lark."""
 
 import re
 
 from mmvllm.errors import RequestError
 
-MAX_CHARACTERS = 16_384  # which are converted in a tenth of a second
+MAX_CHARACTERS = 16_384  # takes a tenth of a second to convert
 _IS_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _IS_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def as_lark(grammar: str, param: str) -> str:
-    """A grammar in Lark for one in GBNF, whose first rule is `root`; one in Lark as it is.
+    """Convert a GBNF grammar, whose first rule is `root`, to Lark; return a Lark grammar unchanged.
 
-    Raises RequestError if it cannot be read.
+    Raises RequestError if the GBNF grammar cannot be read.
     """
     if not _IS_GBNF.search(grammar) or _IS_LARK.search(grammar):
         return grammar
@@ -22,7 +22,7 @@ def as_lark(grammar: str, param: str) -> str:
     except ImportError:
         raise RequestError(f"{param} needs llguidance: pip install 'mmvllm[structured]'", param=param) from None
     if len(grammar) > MAX_CHARACTERS:
-        reason = f"has {len(grammar)} characters, a grammar in GBNF may have {MAX_CHARACTERS}; write it in Lark"
+        reason = f"must have at most {MAX_CHARACTERS} characters in GBNF, got {len(grammar)}; write it in Lark"
         raise RequestError(f"{param} {reason}", param=param)
     try:
         return gbnf_to_lark(_ESCAPE.sub(_character, grammar))
@@ -36,7 +36,7 @@ def as_lark(grammar: str, param: str) -> str:
 
 
 def _character(escape: re.Match) -> str:
-    r"""What the converter takes for an escape: \u00e4 is not among it."""
+    r"""Rewrite an escape for the converter, which does not know escapes such as \u00e4."""
     code = int(escape[1] or escape[2] or "0", 16)
     is_character = 0 < code <= 0x10FFFF and not 0xD800 <= code < 0xE000
     if not is_character:

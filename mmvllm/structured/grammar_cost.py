@@ -1,8 +1,8 @@
-"""What expressions and terminals of grammars cost to compile, which llguidance does not limit.
+"""Estimates and limits the compile time of regular expressions and grammar terminals, which llguidance does not.
 
-The time grows with the square of what follows each other and may be empty or repeated, and with the product of the
-sizes of expressions that are intersected. Where case is ignored, each character of a class is looked at. A terminal has
-all that the terminals in it have, so that a few short lines may make an expression of any length.
+The time is quadratic in the number of consecutive parts that may be empty or repeated, and grows with the product of
+the sizes of intersected expressions. If case is ignored, each character of a class is visited. A terminal includes the
+terminals that it names, so a few short lines may define an expression of any length.
 """
 
 import re
@@ -16,22 +16,22 @@ from mmvllm.errors import RequestError
 
 MAX_COST = 16_000  # 0.2 s
 MAX_INTERSECTIONS = 11
-MAX_LENGTH = 100_000  # of a terminal with all that it names
-MAX_CHAIN = 1000  # levels of rules or schemas; some thousands overflow the stack of llguidance, and end the process
-MAX_INTERSECTED = 25_000  # product of the sizes: the states in which the expressions together can be
-_OF_CLASS = 400  # the cost of a class of characters where case is ignored
+MAX_LENGTH = 100_000  # characters of a terminal, including the terminals that it names
+MAX_CHAIN = 1000  # levels of rules or schemas; a few thousand overflow llguidance's stack, which ends the process
+MAX_INTERSECTED = 25_000  # product of the sizes: the number of states of the intersection
+_OF_CLASS = 400  # the cost of a character class if case is ignored
 MAX_PARTS = 4000  # of a rule
-_LARGEST = 10**9  # sizes are not counted further
-_OF_REPEAT = 16  # the cost of an alternative is 1
+_LARGEST = 10**9  # larger sizes are capped
+_OF_REPEAT = 16  # the cost of a repetition; an alternative costs 1
 TOO_COSTLY = (
     f"too many repetitions and alternatives; {MAX_COST // _OF_REPEAT} repetitions, {MAX_COST} alternatives, or "
     f"{MAX_COST // _OF_CLASS} classes of characters where case is ignored, can be enforced"
 )
-_NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # of a regular expression
+_NOT_OPERATORS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?", re.DOTALL)  # escapes and classes
 # Operators, groups and flags, which match no character; in an expression without escapes and classes.
 _NO_CHARACTER = re.compile(r"\(\?[a-zA-Z-]*:?|\{[^{}]*\}|[/()|*+?^$]")
-# The tokens of llguidance; any other character is a token, too. A string or an expression without an end extends to the
-# end of the grammar, so that no character is read twice.
+# The tokens of llguidance; any other character is a token, too. An unterminated string or expression extends to the end
+# of the grammar, so that no character is read twice.
 _TOKEN = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\])*+"?) | (?P<comment>(?://|\#)[^\n]*) | (?P<regex>/(?:\\.|[^/\\])++/?)
     | (?P<name>[!?_]{0,2}[A-Za-z][A-Za-z0-9_-]*+) | (?P<times>~[ \t]*[0-9]) | (?P<other>.)""",
@@ -43,7 +43,7 @@ _CLASSES = re.compile(r"\\[wWdDsSpP]|(?P<other>\\.)|\[\^?\]?(?:\\.|[^\]\\])*+\]?
 _IGNORES_CASE = re.compile(r"\(\?[a-zA-Z]*i")
 _FLAGS = re.compile(r"[imslux]+")  # after an expression of a grammar
 _TIMES = re.compile(r"(?:\{(?:[^{},]*,)?|~(?:\s*\d+\s*\.\.)?)\s*(\d{1,9})")
-_MARKS = "!?"  # before a name; the second may be an operator of what precedes it
+_MARKS = "!?"  # before a name; "?" may also be an operator of the preceding part
 _Token = tuple[str, str]  # kind, text
 
 
@@ -55,7 +55,7 @@ class _Cost:
     length: int = 0  # in characters, without repetitions
 
     def __iadd__(self, other: "_Cost") -> "_Cost":
-        # No more than what is refused, so that numbers stay small.
+        # Capped just above the limits, to keep the numbers small.
         self.repeats = min(self.repeats + other.repeats, MAX_COST + 1)
         self.intersections = min(self.intersections + other.intersections, MAX_INTERSECTIONS + 1)
         self.size = min(self.size + other.size, _LARGEST)
@@ -67,18 +67,18 @@ class _Cost:
             raise RequestError(f"{param}: {what} has {TOO_COSTLY}", param=param)
         if self.length > MAX_LENGTH:
             raise RequestError(
-                f"{param}: {what} has, with what it names, more than {MAX_LENGTH} characters", param=param
+                f"{param}: {what} has more than {MAX_LENGTH} characters with the terminals that it names", param=param
             )
         if self.intersections > MAX_INTERSECTIONS:
             reason = f"{what} has more than {MAX_INTERSECTIONS} operators & and ~"
             raise RequestError(f"{param}: {reason}", param=param)
         if self.intersections and self.size > MAX_INTERSECTED:
-            reason = f"{what} intersects expressions that are too large; the product of their sizes, lengths times "
-            raise RequestError(f"{param}: {reason}repetitions, may be {MAX_INTERSECTED}", param=param)
+            reason = f"{what} intersects expressions that are too large; the product of their sizes (length times "
+            raise RequestError(f"{param}: {reason}repetitions) must be at most {MAX_INTERSECTED}", param=param)
 
 
 def is_costly(expression: str) -> bool:
-    """Whether a regular expression may take too long to compile."""
+    """Return whether a regular expression may take too long to compile."""
     return _of_regex(expression).repeats > MAX_COST
 
 
@@ -112,7 +112,7 @@ def check_grammar(grammar: str, param: str) -> None:
 def _bodies(grammar: str) -> dict[str, list[_Token]]:
     """Read the bodies of rules and terminals, by name without the marks before it."""
     bodies: dict[str, list[_Token]] = {}
-    for name, body in _definitions(grammar):  # a grammar in a grammar may define a name again
+    for name, body in _definitions(grammar):  # an embedded grammar may define a name again
         bodies.setdefault(name.lstrip(_MARKS), []).extend(body)
     return bodies
 
@@ -123,16 +123,16 @@ def _names_in(bodies: Mapping[str, list[_Token]]) -> dict[str, list[str]]:
     return {name: [one for one in dict.fromkeys(names) if one in bodies] for name, names in found.items()}
 
 
-@lru_cache(maxsize=32)  # asked for every sequence
+@lru_cache(maxsize=32)  # called for every sequence
 def has_complement(grammar: str) -> bool:
-    """Whether a grammar has the operator `~` before a terminal: all texts but its own."""
+    """Return whether a grammar has the complement operator `~`, which matches all texts but the terminal's."""
     return "~" in grammar and any(
         kind == "other" and text == "~" for _, body in _definitions(grammar) for kind, text in body
     )
 
 
 def _depth(body: list[_Token]) -> int:
-    """How many brackets are inside one another."""
+    """Return the nesting depth of brackets."""
     depth = most = 0
     for kind, text in body:
         if kind == "other" and text in "([{":
@@ -144,7 +144,7 @@ def _depth(body: list[_Token]) -> int:
 
 
 def longest_chain(weights: Mapping[str, int], following: Mapping[str, Sequence[str]]) -> int:
-    """The largest weight of names that lead to each other, one after the other; of names in a circle, that of all."""
+    """Return the largest total weight of a chain of references; with a cycle, the total weight of all names."""
     longest: dict[str, int] = {}
     for start in weights:
         waiting, begun = [start], set()
@@ -166,7 +166,7 @@ def longest_chain(weights: Mapping[str, int], following: Mapping[str, Sequence[s
 
 
 def _definitions(grammar: str) -> Iterator[tuple[str, list[_Token]]]:
-    """Yield each rule and terminal, whose name begins a line and precedes a colon, with the tokens of its body."""
+    """Yield each rule and terminal with the tokens of its body; its name begins a line and precedes a colon."""
     name, body, begins_line = "", [], True
     for match in _TOKEN.finditer(grammar):
         kind, text = match.lastgroup, match[0]
@@ -185,14 +185,14 @@ def _is_terminal(name: str) -> bool:
 
 def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
     """Compute the cost of a terminal from its body and the costs of the terminals that it names."""
-    found, sizes, operators = _Cost(), [0], [""]  # the latter of each expression that is intersected
+    found, sizes, operators = _Cost(), [0], [""]  # sizes and operators of each intersected expression
     for (kind, text), (_, following) in pairwise([*body, ("other", "")]):
         if kind == "regex":
             own = _of_regex(text, _has_flag_i(following))
         elif kind == "text":
             own = _Cost(size=len(text), length=len(text))
         elif kind == "name":
-            own = _Cost(_OF_REPEAT * text.count("?"))  # which may be an operator of what precedes it
+            own = _Cost(_OF_REPEAT * text.count("?"))  # "?" may be an operator of the preceding part
             name = text.lstrip(_MARKS)
             own += costs[name] if name in costs and _is_terminal(name) else _Cost()
         else:
@@ -208,25 +208,25 @@ def _of_body(body: list[_Token], costs: Mapping[str, _Cost]) -> _Cost:
 
 
 def _has_flag_i(following: str) -> bool:
-    """Whether what follows an expression in a grammar says that it ignores case."""
+    """Return whether the flags after an expression in a grammar make it ignore case."""
     return "i" in following and _FLAGS.fullmatch(following) is not None
 
 
 def _times(text: str) -> int:
-    """The product of the largest numbers of repetitions."""
+    """Return the product of the largest numbers of repetitions."""
     return min(prod(max(1, int(number)) for number in islice(_TIMES.findall(text), 100)), _LARGEST)
 
 
 def _of_rule(body: list[_Token]) -> _Cost:
-    """Compute the cost of a rule, which is that of its most costly regular expression.
+    """Compute the cost of a rule, which equals the cost of its most costly regular expression.
 
-    A rule with too many parts is too costly by itself, because the parser looks at every part that may be empty.
+    A rule with too many parts is too costly by itself, because the parser visits every part that may be empty.
     """
     tokens = pairwise([*body, ("other", "")])
     of_texts = [(text, following) for (kind, text), (_, following) in tokens if kind == "regex"]
     repeats = [_of_regex(text, _has_flag_i(following)).repeats for text, following in of_texts]
     num_parts = sum(kind == "name" or (kind == "other" and text in "*+?") for kind, text in body)
-    num_parts += sum(text.startswith("?") for kind, text in body if kind == "name")  # which may be an operator
+    num_parts += sum(text.startswith("?") for kind, text in body if kind == "name")  # or an operator
     of_parts = MAX_COST + 1 if num_parts > MAX_PARTS else 0
     return _Cost(max([*repeats, of_parts]), sum(text in "&~" for kind, text in body if kind == "other"))
 

@@ -1,6 +1,6 @@
-"""What the text of a completion must be: JSON of a schema, a regular expression, one of several texts, a grammar.
+"""Parameters of structured outputs: a JSON schema, a regular expression, a choice of texts, or a grammar.
 
-The names are vLLM's. `mmvllm/sampling/grammar.py` enforces it.
+The names are vLLM's. `mmvllm/sampling/grammar.py` enforces the parameters.
 """
 
 import json
@@ -25,16 +25,16 @@ from mmvllm.utils.text import shown
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 NAMES = (*KINDS, "whitespace_pattern")  # of all fields
-MAX_CHARACTERS = 65536  # of a schema, expression, grammar, or all choices: what compiles in a second at most
-_EMBEDDED = re.compile(r"%json(?:\s|//[^\n]*|#[^\n]*)*")  # what comes before a schema in a grammar
+MAX_CHARACTERS = 65536  # of a schema, expression, grammar, or all choices; compiles within a second
+_EMBEDDED = re.compile(r"%json(?:\s|//[^\n]*|#[^\n]*)*")  # precedes a schema in a grammar
 MAX_DEPTH = 32  # of objects and lists in a schema
 
 
 class UnambiguousGrammar(str):
-    """A grammar in Lark of which its maker knows that each text can be read in one way only."""
+    """A Lark grammar whose creator guarantees that every text has only one parse."""
 
 
-# Arguments of vLLM's class, with the values that describe what mmvllm does anyway.
+# Arguments of vLLM's class, with the values that match what mmvllm does anyway.
 ACCEPTED_VLLM_ARGUMENTS = {
     "disable_any_whitespace": (False, None),  # whitespace_pattern="" allows none
     "disable_additional_properties": (False, None),
@@ -46,20 +46,20 @@ ACCEPTED_VLLM_ARGUMENTS = {
 @with_checked_arguments(ACCEPTED_VLLM_ARGUMENTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the text of a completion must be; exactly one of the first five.
+    """A constraint on the text of a completion; exactly one of the first five fields is set.
 
-    Raises RequestError whose `param` is "structured", or "structured.json" for a wrong value of `json`.
+    Raises RequestError whose `param` is "structured", or for example "structured.json" for a wrong value of `json`.
 
     Args:
         json: a JSON schema, as a dict, as text, or as a pydantic model class; kept as text.
-        json_object: True for a JSON object of any content.
-        regex: a regular expression in the syntax of Rust's regex crate, without look-around and back-references, that
-            the whole text matches.
-        choice: texts, of which the completion is one.
+        json_object: True for a JSON object with any content.
+        regex: a regular expression that the whole text matches, in the syntax of Rust's regex crate, without
+            look-around and back-references.
+        choice: a list of texts; the completion is one of them.
         grammar: a context-free grammar in llguidance's variant of Lark, whose first rule is `start`; or in GBNF, the
             notation of llama.cpp, whose first rule is `root`. Kept as Lark.
-        whitespace_pattern: a regular expression of the white space that may stand between the tokens of JSON; by
-            default one space or one line break; "" allows none, and "[ \\n\\t]*" any.
+        whitespace_pattern: a regular expression for the whitespace between the tokens of JSON. The default allows one
+            space or one line break, "" allows none, and "[ \\n\\t]*" allows any.
     """
 
     json: str | dict[str, Any] | type | None = None
@@ -94,12 +94,12 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of `KINDS` is given."""
+        """The name in `KINDS` of the field that is set."""
         return next(name for name in KINDS if getattr(self, name) is not None)
 
     @property
     def is_json(self) -> bool:
-        """Whether the text is JSON."""
+        """Whether the text must be JSON."""
         return self.kind in ("json", "json_object")
 
     def _set(self, name: str, value: Any) -> None:
@@ -109,11 +109,11 @@ class StructuredOutputsParams:
         _check_text("whitespace_pattern", self.whitespace_pattern, may_be_empty=True)
         check_regex(self.whitespace_pattern, "structured.whitespace_pattern")
         if not self.is_json:
-            raise _wrong("whitespace_pattern", f"is for json and json_object; it came with {self.kind}")
+            raise _wrong("whitespace_pattern", f"is for json and json_object, got {self.kind}")
 
 
 def as_structured(value: Any) -> StructuredOutputsParams | None:
-    """The parameters that a caller gave as such, as a dict of their fields, or as None."""
+    """Convert a dict of fields to parameters; return parameters and None unchanged."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, dict):
@@ -182,7 +182,7 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 
 def _schema_text(given: Any) -> str:
-    """The schema as compact JSON, in the order of its keys; raises RequestError if it is none, or has no effect."""
+    """Return a schema as compact JSON in its key order; raises RequestError if it is invalid or has no effect."""
     schema = _parsed(given)
     if not isinstance(schema, dict):
         raise _wrong("json", f"must be a JSON schema that is an object, got {schema!r:.200}")
@@ -225,7 +225,7 @@ def _parsed(given: Any) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """How many objects and lists are inside one another, counted no further than needed."""
+    """Return the nesting depth of objects and lists, counted up to `MAX_DEPTH` + 1."""
     level, depth = [value], 0
     while depth <= MAX_DEPTH and (level := [one for one in level if isinstance(one, dict | list)]):
         level = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]

@@ -1,4 +1,4 @@
-"""The keywords of JSON schemas that llguidance enforces. It ignores some of the others, so they are refused by name."""
+"""Checks JSON schemas for keywords that llguidance enforces; other keywords, some of which it ignores, are refused."""
 
 import re
 from bisect import bisect_right
@@ -29,10 +29,10 @@ ANNOTATIONS = frozenset(
         *("contentEncoding", "contentMediaType", "contentSchema", "strict"),
     )
 )
-FORMATS = frozenset(  # which llguidance knows
+FORMATS = frozenset(  # that llguidance knows
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-_DEMANDING_NOTHING = {  # values of keywords that are not enforced
+_DEMANDING_NOTHING = {  # unenforced keywords, and the values with which they have no effect
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
@@ -47,23 +47,23 @@ _DEMANDING_NOTHING = {  # values of keywords that are not enforced
 _ENFORCED_PATTERN = re.compile(
     r"(?:\\[^1-9kbB]|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\((?!\?(?:<?[=!]|P=))|[^\\\[(])*+\\?", re.DOTALL
 )
-MAX_SCHEMAS = 2000  # within a schema: to look into all of them takes 30 ms
-MAX_PATTERNS = 12  # where schemas are combined: compiling a conjunction of n expressions takes 2^n steps
+MAX_SCHEMAS = 2000  # within a schema; checking all of them takes 30 ms
+MAX_PATTERNS = 12  # in combined schemas: compiling a conjunction of n expressions takes 2^n steps
 MAX_MULTIPLE = 2**53  # larger integers are not exact in float64
-MAX_REMAINDERS = 10_000  # 0.05 s: each is a state of the lexer, and where schemas are combined each pair, triple ... is
+MAX_REMAINDERS = 10_000  # 0.05 s; each is a lexer state, as is each pair, triple ... if schemas are combined
 MAX_PRODUCT = 100_000  # 40 MB
 MAX_PAIRS = 10_000  # 0.1 s
-LARGEST_INTEGER = 2**53  # that, with all smaller ones, float64 has
+LARGEST_INTEGER = 2**53  # float64 represents all integers up to this one
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 _Place = tuple[str | int, ...]
-_VALUES = ("const", "default", "examples", "example")  # which may be null
+_VALUES = ("const", "default", "examples", "example")  # keywords whose value may be null
 
 
 def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without its keywords and properties of the value null, with which generators of schemas mean none."""
+    """Remove keywords and properties whose value is null, which schema generators write for absent ones."""
     made = {}
     for keyword, value in schema.items():
         if keyword in _VALUES or (keyword == "enum" and value is not None):
@@ -82,11 +82,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without keywords that demand nothing, and without alternatives that cannot be enforced.
+    """Remove keywords without effect, and alternatives that cannot be enforced, from a schema.
 
-    An unknown `format` demands nothing, as JSON Schema says. An alternative of `anyOf` whose `pattern` cannot be
-    enforced becomes false where others remain: whatever fits the result then fits the schema, unless it has `oneOf`,
-    where what fits fewer alternatives may fit more.
+    An unknown `format` has no effect, as JSON Schema specifies. An alternative of `anyOf` whose `pattern` cannot be
+    enforced becomes false if others remain; a text that fits the result also fits the schema. This need not hold with
+    `oneOf`, so a schema with `oneOf` keeps all alternatives.
     """
     return _enforceable(schema, not any("oneOf" in part for _, part in _parts(schema)))
 
@@ -111,7 +111,7 @@ def _enforceable(schema: Any, drops: bool) -> Any:
 
 
 def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with null among its types, where it is `nullable` as in OpenAPI 3.0, beside a `type`."""
+    """Add null to the types of a schema that has a `type` and is `nullable` as in OpenAPI 3.0."""
     if schema.get("nullable") is not True or not isinstance(kind := schema.get("type"), str):
         return schema
     made = {name: value for name, value in schema.items() if name != "nullable"} | {"type": [kind, "null"]}
@@ -121,7 +121,7 @@ def _with_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_near_bounds(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with bounds of integers that llguidance can represent, which are stricter than bounds of 64 bits."""
+    """Tighten the bounds of integers to the range that llguidance can represent, which is smaller than 64 bits."""
     if _kinds(schema) == {"number"}:
         return schema
     near = {}
@@ -149,12 +149,12 @@ def _is_enforced(pattern: Any) -> bool:
 
 
 def num_schemas(schema: Any) -> int:
-    """The number of schemas in a schema, with itself; of more than `MAX_SCHEMAS`, one more than that."""
+    """Return the number of schemas in a schema, including itself, counted up to `MAX_SCHEMAS` + 1."""
     return sum(1 for _ in islice(_parts(schema), MAX_SCHEMAS + 1))
 
 
 def check_keywords(schema: dict[str, Any]) -> None:
-    """Raise RequestError with the first keyword that cannot be enforced, and where it is."""
+    """Raise RequestError that names the first keyword that cannot be enforced, and its location."""
     for place, part in _parts(schema):
         for keyword, patterns in _expressions_in(part):
             if not all(map(_is_enforced, patterns)):
@@ -164,24 +164,24 @@ def check_keywords(schema: dict[str, Any]) -> None:
             if not (keyword in ENFORCED or keyword in ANNOTATIONS or str(keyword).startswith("x-")):
                 raise _refused(keyword, place, "cannot be enforced")
         most, required = part.get("minProperties", 0), part.get("required")
-        # A text may have the same additional key twice, which is one property.
+        # A text may repeat an additional key, which counts as one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
             raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
         others = isinstance(part.get("items"), list) or "additionalItems" in part
-        if "prefixItems" in part and others:  # of an earlier draft, in which it means nothing
+        if "prefixItems" in part and others:  # from an earlier draft, which ignores prefixItems
             raise _refused("prefixItems", place, "cannot be enforced beside additionalItems or a list of items")
     check_cost(schema)
 
 
 def _expressions_in(part: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Regular expressions by the keyword that has them."""
+    """Yield (keyword, regular expressions) pairs."""
     named = part.get("patternProperties")
     yield "pattern", [part.get("pattern")]
     yield "patternProperties", [*named] if isinstance(named, dict) else []
 
 
 def check_cost(schema: dict[str, Any]) -> None:
-    """Raise RequestError for a keyword that takes too long to compile, which llguidance's own limits do not bound."""
+    """Raise RequestError for a keyword that takes too long to compile; llguidance's limits do not bound this time."""
     _check_numbers(schema)
     _check_depth(schema)
     _check_bounds(schema)
@@ -193,7 +193,7 @@ def check_cost(schema: dict[str, Any]) -> None:
         named = part.get("patternProperties")
         num_pairs += len(named) ** 2 if isinstance(named, dict) else 0
         if num_pairs > MAX_PAIRS:
-            reason = f"has, with others, too many expressions, which are compared in pairs: more than {MAX_PAIRS} pairs"
+            reason = f"has, with others, too many expressions, which are compared in more than {MAX_PAIRS} pairs"
             raise _refused("patternProperties", place, reason)
         for keyword, patterns in _expressions_in(part):
             joined = "".join(pattern for pattern in patterns if isinstance(pattern, str))
@@ -202,7 +202,7 @@ def check_cost(schema: dict[str, Any]) -> None:
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:
-    """Refuse integers that float64 does not have: llguidance rounds them, and fails with some."""
+    """Refuse integers that float64 cannot represent: llguidance rounds them, and fails on some."""
     for place, part in _parts(schema):
         kinds = _kinds(part)
         for name in _BOUNDS:
@@ -230,7 +230,7 @@ def _has_larger(value: Any) -> bool:
 
 
 def _check_depth(schema: dict[str, Any]) -> None:
-    """Refuse references that lead to each other too deeply: llguidance follows them by recursion."""
+    """Refuse references that are nested too deeply, since llguidance follows them recursively."""
     depths: dict[str, int] = {}  # by definition; "" is the schema itself
     references: dict[str, list[str]] = {}
     for place, part in _parts(schema):
@@ -245,9 +245,9 @@ def _check_depth(schema: dict[str, Any]) -> None:
 
 
 def _check_bounds(schema: dict[str, Any]) -> None:
-    """Refuse an excluded integer whose other bound is less than 1 away, which llguidance includes in numbers.
+    """Refuse an exclusive integer bound less than 1 from the opposite bound: llguidance would include the integer.
 
-    Where schemas are combined, the other bound may be anywhere.
+    If schemas are combined, the opposite bound may be in any part of the schema.
     """
     parts = list(_parts(schema))
     combines = any(_combines(part) for _, part in parts)
@@ -263,7 +263,7 @@ def _check_bounds(schema: dict[str, Any]) -> None:
                 continue
             near = (value, value + 1) if is_low else (value - 1, value)
             others = everywhere[not is_low] if combines else sorted(_bounds(part, not is_low))
-            if _has_between(others, *near) and not _has_between(sorted(_bounds(part, is_low)), *near):  # a stricter one
+            if _has_between(others, *near) and not _has_between(sorted(_bounds(part, is_low)), *near):  # none stricter
                 reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
                 raise _refused(name, place, reason)
 
@@ -274,13 +274,13 @@ def _bounds(part: dict[str, Any], is_low: bool) -> list[float]:
 
 
 def _has_between(numbers: list[float], low: float, high: float) -> bool:
-    """Whether a number of a sorted list lies between two others."""
+    """Return whether a sorted list has a number strictly between `low` and `high`."""
     i = bisect_right(numbers, low)
     return i < len(numbers) and numbers[i] < high
 
 
 def _combines(part: dict[str, Any]) -> bool:
-    """Whether a value may have to fit several schemas."""
+    """Return whether a value may have to fit several schemas."""
     several = [name for name in ("anyOf", "oneOf", "$ref") if name in part]
     has_others = bool(part.keys() & ENFORCED - {"$defs", "definitions", *several})
     of_names = "properties" in part and "patternProperties" in part
@@ -308,7 +308,7 @@ def _check_products(schema: dict[str, Any]) -> None:
 
 
 def _num_remainders(value: float) -> int:
-    """About the remainders that a digit more can change: factors of ten are told by the last digits."""
+    """Estimate the lexer states that remainders take; the last digits determine factors of 2 and 5."""
     digits = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
     while digits % 10 == 0:
         digits //= 10
@@ -316,7 +316,7 @@ def _num_remainders(value: float) -> int:
     for factor in (2, 5):
         while digits % factor == 0:
             digits, powers = digits // factor, powers * factor
-    return digits * max(1, powers // 64)  # of which a state takes less
+    return digits * max(1, powers // 64)  # such a state takes less
 
 
 def _check_conjunctions(schema: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ def _check_conjunctions(schema: dict[str, Any]) -> None:
 
 
 def _is_conjunction(part: dict[str, Any]) -> bool:
-    """Whether a text must fit several schemas at once."""
+    """Return whether a text must fit several schemas at once."""
     both = part.get("allOf")
     num_schemas = (len(both) if isinstance(both, list) else 0) + ("$ref" in part)
     has_others = any(keyword in ENFORCED - {"allOf", "$ref", "$defs", "definitions"} for keyword in part)
@@ -344,7 +344,7 @@ def _refused(keyword: Any, place: _Place, reason: str) -> RequestError:
 
 
 def _parts(schema: Any) -> Iterator[tuple[_Place, dict[str, Any]]]:
-    """Every schema in a schema, with the names and indices that lead to it."""
+    """Yield every schema in a schema, with the names and indices that lead to it."""
     waiting: deque[tuple[_Place, Any]] = deque([((), schema)])
     while waiting:
         place, part = waiting.popleft()

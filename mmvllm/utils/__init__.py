@@ -1,1 +1,1 @@
-"""Texts of messages, checks of arguments, devices, copies, limits of time and memory."""
+"""Helpers for messages, argument checks, devices, host-device copies, and limits of time and memory."""

@@ -1,4 +1,4 @@
-"""Checks of arguments: suggestions for unknown names; arguments that change nothing are accepted; keys stay secret."""
+"""Argument checks: suggest known names, accept arguments without effect, and keep API keys secret in messages."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -9,16 +9,16 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-MAX_SECONDS = 1e6  # of a time limit
+MAX_SECONDS = 1e6  # upper bound of time limits
 AcceptedArguments = Mapping[str, Collection[Any] | None]  # name -> accepted values; None accepts any value
 
 
 def check_arguments(
     owner: str, given: Mapping[str, Any], known: Collection[str], accepted: AcceptedArguments
 ) -> dict[str, Any]:
-    """The arguments to use: the `given` ones whose name is in `known`; those in `accepted` are checked and left out.
+    """Return the `given` arguments whose names are in `known`; check and drop arguments in `accepted`.
 
-    Raises TypeError for a name in neither, ValueError for an accepted name with another value than those accepted.
+    Raises TypeError for any other name, and ValueError for an accepted name with an unsupported value.
     """
     for name, value in given.items():
         if name in known:
@@ -34,23 +34,23 @@ def check_arguments(
 
 
 def check_int(name: str, value: Any, at_least: int = 1) -> None:
-    """Raise ValueError for anything but an integer of at least `at_least`; a bool is none."""
+    """Raise ValueError for anything but an integer of at least `at_least`; bools are refused, too."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
 def are_ints(values: Collection[Any]) -> bool:
-    """Whether all values are Python integers, and no bools; takes a tenth of the time of looking at each."""
+    """Return whether all values are Python integers and not bools; ten times as fast as a loop."""
     return set(map(type, values)) <= {int}
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, NaN and infinity included; a bool is none."""
+    """Return whether a value is a real number, including NaN and infinity, but not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_key(source: str, key: str) -> str:
-    """An API key or a token without the white space around it, such as the line break of a file.
+    """Return an API key or token without surrounding white space, such as the line break at the end of a file.
 
     Raises ValueError for a key that no HTTP header can carry; the message names `source`, never the key.
     """
@@ -58,16 +58,16 @@ def check_key(source: str, key: str) -> str:
     if not key:
         raise ValueError(f"{source} is empty; leave it out to give no key")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{source} must be a key of printable ASCII characters, as HTTP headers have; it has others")
+        raise ValueError(f"{source} must be a key of printable ASCII characters, since HTTP headers allow no others")
     return key
 
 
 def with_checked_arguments(
     accepted: AcceptedArguments, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[type[T]], type[T]]:
-    """Decorates a dataclass so that its constructor calls `check_arguments`; its signature stays the dataclass's.
+    """Return a decorator that makes a dataclass's constructor call `check_arguments`, with an unchanged signature.
 
-    `aliases` are other names of its fields; one that is given by both names raises TypeError.
+    `aliases` maps other names to fields; a field that is given under both names raises TypeError.
     """
 
     def decorate(cls: type[T]) -> type[T]:

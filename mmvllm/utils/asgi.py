@@ -1,4 +1,4 @@
-"""What the applications of the server and of the page share."""
+"""ASGI helpers that the server and the demo page share."""
 
 from starlette.types import Message, Send
 
@@ -6,10 +6,10 @@ PIECE_BYTES = 64 * 1024
 
 
 def in_pieces(send: Send) -> Send:
-    """Send long bodies piece by piece, each once the client has read enough of the one before.
+    """Wrap `send` to split long bodies: each piece is sent once the client has read enough of the previous one.
 
-    uvicorn copies what a client has not read of a message, and the request, with what it reserves, would end before it
-    is read.
+    uvicorn would otherwise copy the unread rest of a message. The request would then end, and release its reservations,
+    before the client has read the response.
     """
 
     async def send_pieces(message: Message) -> None:

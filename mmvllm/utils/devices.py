@@ -1,17 +1,17 @@
-"""Which device "auto" is: the first GPU that the engine can use, or the CPU, with the reason."""
+"""Choose the device for "auto": the first GPU that the engine can use, or the CPU, with the reason."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-MIN_CAPABILITY = (8, 0)  # of Triton on NVIDIA's GPUs, and of bfloat16 in its kernels
+MIN_CAPABILITY = (8, 0)  # required by Triton on NVIDIA's GPUs, and by bfloat16 in its kernels
 
 
 def auto_device(memory_share: float) -> tuple["torch.device", str]:
-    """The device, and why it is none of the accelerators that torch sees, "" if it is one or there are none.
+    """Return the device and, if it is the CPU although torch sees accelerators, the reason; otherwise "".
 
-    `memory_share` is the part of a GPU's memory that the engine may use together with all other programs.
+    `memory_share` is the fraction of a GPU's memory that the engine and all other programs may use together.
     """
     import torch
 
@@ -26,7 +26,7 @@ def auto_device(memory_share: float) -> tuple["torch.device", str]:
 
 
 def cuda_unusable(index: int, memory_share: float) -> str | None:
-    """Why "auto" leaves this GPU out, or None if it takes it."""
+    """Return why "auto" skips this GPU, or None if the engine can use it."""
     import torch
 
     if torch.version.hip:
@@ -37,7 +37,7 @@ def cuda_unusable(index: int, memory_share: float) -> str | None:
             numbers = [".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY)]
             return "has compute capability {}, below {}".format(*numbers)
         free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError as error:  # of the driver: a card that is broken, or that another process has for itself
+    except RuntimeError as error:  # from the driver: the GPU is broken, or another process uses it exclusively
         return f"cannot be used: {str(error).partition(chr(10))[0]}"
     if free <= (1 - memory_share) * total:
         return f"has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, of which the engine may use none"
@@ -45,7 +45,7 @@ def cuda_unusable(index: int, memory_share: float) -> str | None:
 
 
 def unsupported_accelerators() -> list[str]:
-    """The accelerators that torch can use and mmvllm cannot."""
+    """Return the accelerators that torch can use but mmvllm cannot."""
     import torch
 
     modules = {"mps": torch.backends.mps, "xpu": torch.xpu}

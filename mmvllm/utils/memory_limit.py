@@ -1,4 +1,4 @@
-"""The memory of values, and that of this process: on Linux a limit of it, and the return of what is freed."""
+"""Measure the memory of values and, on Linux, limit this process's memory and return freed memory to the system."""
 
 import ctypes
 import sys
@@ -8,20 +8,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_limit: int | None = None  # bytes of writable memory, without what was allowed beyond it
+_limit: int | None = None  # bytes of writable memory, not counting the bytes of `allow`
 
 
 def memory_of(value: Any) -> int:
-    """Bytes in memory of strings, numbers, lists and dicts, with what they hold."""
+    """Return the bytes in memory of a string, number, list or dict, including its items or values."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return sys.getsizeof(value) + sum(map(memory_of, inner))
 
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Within, the process may allocate this much beyond what it had when this was first called, and what is allowed.
+    """Limit the process's memory to `num_bytes` more than at the first call, plus the bytes of `allow`.
 
-    More is a MemoryError. The limit is that of all threads, and is not nested.
+    Allocating more raises MemoryError. The limit applies to all threads and cannot be nested.
     """
     global _limit
     _limit = None if _first_bytes() is None else _first_bytes() + num_bytes
@@ -34,14 +34,14 @@ def memory_limit(num_bytes: int) -> Iterator[None]:
 
 
 def allow(num_bytes: int) -> None:
-    """Let the process allocate this much beyond its limit, in place of what was allowed before."""
+    """Let the process allocate `num_bytes` beyond its limit, replacing the bytes of the previous call."""
     if _limit is not None:
         _limit_memory(_limit + num_bytes)
 
 
 @cache
 def _first_bytes() -> int | None:
-    """Writable memory of this process, at the first call; None where the system does not tell it."""
+    """Return the writable memory of this process at the first call; None if the system does not report it."""
     try:
         import resource  # not on Windows
 
@@ -51,8 +51,8 @@ def _first_bytes() -> int | None:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """Set how much writable memory this process may have; None is as much as the system lets it have."""
-    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that does not let it be limited
+    """Limit the writable memory of this process; None allows as much as the system does."""
+    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that forbids limits
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -61,6 +61,6 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give freed memory to the system, which the C library does not do by itself, even if it is gigabytes."""
+    """Return freed memory to the system; the C library may keep gigabytes of it."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):  # glibc
         trim(0)

@@ -1,7 +1,7 @@
-"""Regular expressions that come from files, of adapters and checkpoints, compiled and matched within limits.
+"""Compile and match regular expressions from the files of adapters and checkpoints, within limits.
 
-Some expressions of few characters match for longer than anybody waits, and Python's own engine cannot be stopped then.
-RE2, whose time is linear, lacks the lookaheads with which trainers leave out the vision tower.
+Even a short expression can take practically forever to match, and Python's `re` cannot be interrupted. RE2 runs in
+linear time, but lacks the lookaheads with which trainers exclude the vision tower.
 """
 
 import time
@@ -14,8 +14,8 @@ import regex
 
 from mmvllm.utils.text import counted
 
-MAX_SIZE = 1_000_000  # characters, times the numbers of repetitions in braces: these are compiled one by one
-MATCH_SECONDS = 1.0  # of one match
+MAX_SIZE = 1_000_000  # characters times repetition counts in braces, since every repetition is compiled
+MATCH_SECONDS = 1.0  # per match
 _COUNTS = regex.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 _REPEATED_GROUP = regex.compile(r"\)\s*[*+{]")
 _CHOICE = regex.compile(r"[*+{|]|(?<!\()\?")
@@ -23,12 +23,11 @@ _CHOICE = regex.compile(r"[*+{|]|(?<!\()\?")
 _TOKENS = regex.compile(
     r"\\[pPux]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:<?[=!>]|[\w-]*:|P?<\w+>))?|\{[\d, ]*\}|.", regex.DOTALL
 )
-MAX_QUICK_CHOICES = 5  # none of them a repeated group: the time is at most the fifth power of a name's length
+MAX_QUICK_CHOICES = 5  # without repeated groups, the time is at most the fifth power of a name's length
 MAX_QUICK_NAME = 100  # characters
-_REFERENCE = regex.compile(r"\\[1-9gk]|\(\?P=")  # to what a group has matched
-_CALL = regex.compile(
-    r"(?<!\\)(?:\\\\)*\(\?(R|&|P>|[+-]?\d)"
-)  # of a group, or of the whole; Python's own engine has none
+_REFERENCE = regex.compile(r"\\[1-9gk]|\(\?P=")  # to the text that a group has matched
+# A recursive call of a group or of the whole expression, which Python's `re` does not have.
+_CALL = regex.compile(r"(?<!\\)(?:\\\\)*\(\?(R|&|P>|[+-]?\d)")
 
 
 class PatternError(ValueError):
@@ -39,7 +38,7 @@ class PatternError(ValueError):
 
 
 class Expression(NamedTuple):
-    """A compiled expression; a quick one matches short names without a limit of time, in a tenth of the time."""
+    """A compiled expression; a quick one matches short names without a time limit, ten times as fast."""
 
     pattern: regex.Pattern
     is_quick: bool
@@ -61,14 +60,14 @@ def compiled(pattern: str) -> Expression:
 
 
 def check_repeats_no_choice(pattern: str) -> None:
-    """Raise PatternError for an expression that an engine without a limit of time may match for ever.
+    """Raise PatternError for an expression that could run forever in an engine without a time limit.
 
-    These repeat a group that can match in several ways, as in `(a+)+` and `(a|aa)*`.
+    Such an expression repeats a group that can match in several ways, as in `(a+)+` and `(a|aa)*`.
     """
-    groups, closed = [False], False  # whether each open group, and one that ends here, can match in several ways
+    groups, closed = [False], False  # whether each open group, and the one just closed, can match in several ways
     for token in _TOKENS.findall(pattern):
         if closed and token[0] in "*+{":
-            raise PatternError(pattern, "repeats a group with choices, which may take longer than anybody waits")
+            raise PatternError(pattern, "repeats a group with choices, which may take forever to match")
         closed = token == ")" and groups.pop()
         groups = groups or [False]
         if token[0] == "(":
@@ -78,7 +77,7 @@ def check_repeats_no_choice(pattern: str) -> None:
 
 
 class Matching:
-    """The expressions of one file: compiling and matching all of them takes at most about `seconds`."""
+    """The time budget of one file: compiling and matching all its expressions takes at most about `seconds`."""
 
     def __init__(self, seconds: float):
         self._seconds_left = seconds
@@ -89,7 +88,7 @@ class Matching:
             return compiled(pattern)
 
     def is_match(self, expression: Expression, text: str) -> bool:
-        """Whether the whole text matches; raises PatternError if that takes too long."""
+        """Return whether the whole text matches; raises PatternError if matching takes too long."""
         pattern, is_quick = expression
         with self._counted(pattern.pattern):
             if is_quick and len(text) <= MAX_QUICK_NAME:
@@ -98,13 +97,13 @@ class Matching:
                 seconds = min(MATCH_SECONDS, self._seconds_left)
                 return pattern.fullmatch(text, timeout=seconds, concurrent=True) is not None
             except TimeoutError:
-                reason = f"takes too long to match {text!r:.200}; write it simpler"
+                reason = f"takes too long to match {text!r:.200}; simplify it"
                 raise PatternError(pattern.pattern, reason) from None
 
     @contextmanager
     def _counted(self, pattern: str) -> Iterator[None]:
         if self._seconds_left <= 0:
-            raise PatternError(pattern, "is one of too many, or others take too long; write fewer, and simpler ones")
+            raise PatternError(pattern, "exceeds the time limit of its file; write fewer or simpler expressions")
         begin = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The times of the parts of a step, and of each run of the ViT."""
+"""Timers for the parts of a step and for each run of the ViT."""
 
 import time
 from collections.abc import Iterator
@@ -13,31 +13,31 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A run of the ViT, which was launched at `start_time`, in seconds since the epoch."""
+    """A run of the ViT; `start_time` is when it was launched, in seconds since the epoch."""
 
     start_time: float
     begin: Mark
     end: Mark
 
     def seconds(self) -> float | None:
-        """Elapsed seconds on the device; None if it has not reached the end."""
+        """Return the elapsed seconds on the device; None if the run has not finished."""
         if isinstance(self.end, float):
             return self.end - self.begin
         return _seconds(self.begin, self.end) if self.end.query() else None
 
 
 class Stopwatch:
-    """Seconds between marks, of a clock.
+    """Measures the seconds between marks.
 
     Args:
-        clock: "device" for the time at which the device reaches a mark: on CUDA an event in the stream, so that reading
-            the time waits for nothing; "host" for the CPU time of the calling thread; None, which costs nothing.
+        clock: "device" for the time at which the device reaches a mark, on CUDA an event in the stream, which waits for
+            nothing; "host" for the CPU time of the calling thread; None to measure nothing.
     """
 
     def __init__(self, device: torch.device, clock: str | None):
         self._clock, self._on_cuda = clock, device.type == "cuda"
         self._marks = []
-        self.encoding: Encoding | None = None  # which is timed also without a clock: few steps have one
+        self.encoding: Encoding | None = None  # timed even without a clock, since few steps run the ViT
         self.mark("start")
 
     def mark(self, name: str) -> None:
@@ -46,7 +46,7 @@ class Stopwatch:
             self._marks.append((name, time.thread_time() if self._clock == "host" else self._device_mark()))
 
     def seconds(self) -> dict[str, float]:
-        """By name; on CUDA the stream must have reached the last mark."""
+        """Return the seconds of each part by name; on CUDA, wait until the stream has reached the last mark."""
         return {name: _seconds(begin, end) for (_, begin), (name, end) in pairwise(self._marks)}
 
     @contextmanager

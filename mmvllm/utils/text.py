@@ -1,4 +1,4 @@
-"""Texts: numbers, kinds of media and choices in messages; JSON that may be anything."""
+"""Text helpers: format numbers, names and choices for messages, and read untrusted text and JSON."""
 
 import json
 import re
@@ -14,31 +14,31 @@ MAX_JSON_BYTES = 64 << 20  # of a file; indexes of the largest checkpoints have 
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 image", "2 images"."""
+    """Return a number with its noun: "1 image" or "2 images"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def with_article(kind: str) -> str:
-    """ "an image", "a video"."""
+    """Return a kind of media with its article: "an image" or "a video"."""
     return f"an {kind}" if kind == "image" else f"a {kind}"
 
 
 def listed(items: Iterable[Any], conjunction: str = "or") -> str:
-    """The representations of one or several items: "'a', 'b' or 'c'"."""
+    """Return the representations of one or several items as a list: "'a', 'b' or 'c'"."""
     *first, last = map(repr, items)
     return f"{', '.join(first)} {conjunction} {last}" if first else last
 
 
 def some_of(names: Sequence[str], most: int = 5) -> str:
-    """The first names of a list for a message, "a, b and 2 others"; each is cut, and has no control characters."""
+    """Return the first names for a message, "a, b and 2 others", each shortened and without control characters."""
     more = f" and {counted(len(names) - most, 'other')}" if len(names) > most else ""
     return ", ".join(printable(name[:200]) for name in names[:most]) + more
 
 
 def shown(value: Any, most: int = 200) -> str:
-    """The representation of a value for a message, cut after `most` characters; its type, if there is none.
+    """Return the `repr` of a value for a message, cut after `most` characters; its type, if `repr` fails.
 
-    Python does not write integers of thousands of digits, nor lists that are nested thousands of times.
+    Python refuses to format integers of thousands of digits and lists nested thousands of levels deep.
     """
     try:
         text = repr(value)
@@ -48,13 +48,13 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def suggestion(word: str, known: Collection[str]) -> str:
-    """The end of an error about an unknown word: the known one that may be meant, if there is one."""
+    """Return the end of an error about an unknown word, which suggests a similar known word if there is one."""
     close = get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def has_more_values(value: Any, most: int) -> bool:
-    """Whether the lists and dicts in a value have more than `most` values together, counted no further than needed."""
+    """Return whether the lists and dicts in a value have more than `most` values in total; stops counting early."""
     found, count = [value], 0
     while found:
         one = found.pop()
@@ -67,12 +67,12 @@ def has_more_values(value: Any, most: int) -> bool:
 
 
 def printable(text: str, keeps: str = "") -> str:
-    """A text of others without control characters, which a terminal would obey, but for those in `keeps`."""
+    """Escape the control characters of an untrusted text, which a terminal would obey, except the ones in `keeps`."""
     return "".join(repr(char)[1:-1] if _is_control(char) and char not in keeps else char for char in text)
 
 
 def _is_control(char: str) -> bool:
-    """Whether it is no character to see: one that controls a line, its direction, or half of a pair."""
+    """Return whether a character is a control character, line separator, direction mark or surrogate."""
     return unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _DIRECTIONS
 
 
@@ -82,20 +82,20 @@ def beginning_of(text: str, most: int) -> str:
 
 
 def without_logins(text: str) -> str:
-    """A text for messages, without the users and passwords of URLs in it; cut off, since a host may have written it."""
+    """Remove users and passwords of URLs from a text for a message, and shorten it: a host may have written it."""
     return re.sub(r"//\S*@", "//***@", beginning_of(text, 2000))
 
 
 def with_whole_characters(value: Any) -> Any:
     """Return a copy of a JSON value in which U+FFFD replaces each lone surrogate of its strings.
 
-    Lone surrogates cannot be encoded. Clients that cut texts leave them, and send them again with each later message of
-    a conversation.
+    Lone surrogates cannot be encoded. Clients that truncate text produce them, and resend them with every later message
+    of a conversation.
     """
     if isinstance(value, str):
         if value.isascii() or not _HALVES.search(value):
             return value
-        # Millions of them take a second in one call to a codec, in which no other thread would run.
+        # A codec would take a second for millions of surrogates, holding the GIL all the time.
         return _HALVES.sub(lambda found: "\ufffd" * len(found[0]), _PAIR.sub(_whole, value))
     if isinstance(value, dict):
         return {with_whole_characters(key): with_whole_characters(item) for key, item in value.items()}
@@ -107,18 +107,18 @@ def _whole(pair: re.Match) -> str:
 
 
 def check_json_size(data: bytes, most: int) -> None:
-    """Raise ValueError for JSON that may have more than `most` values; the marks in its strings count, too."""
+    """Raise ValueError for JSON that may have more than `most` values; brackets and commas in strings count, too."""
     if sum(map(data.count, (b"{", b"[", b","))) > most:
         raise ValueError(f"more than {most:,} values")
 
 
 def refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which Python reads: a `parse_constant` of `json.loads`."""
+    """Raise ValueError for NaN and infinities, which Python's parser accepts: a `parse_constant` of `json.loads`."""
     raise ValueError(f"{name} is not JSON")
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """What `json.loads` returns; raises ValueError for whatever is not JSON, or is nested too deeply to be parsed."""
+    """Parse JSON like `json.loads`; raises ValueError also for JSON that is nested too deeply."""
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -126,18 +126,18 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def load_json(path: Path) -> Any:
-    """What a JSON file has; raises OSError, and ValueError as `parse_json`, or if it has more than `MAX_JSON_BYTES`."""
+    """Read a JSON file; raises OSError, and ValueError for invalid JSON or more than `MAX_JSON_BYTES`."""
     return parse_json(read_text(path))
 
 
 def check_file_size(path: Path) -> None:
-    """Raise ValueError for a file of more than `MAX_JSON_BYTES`, which somebody else would read whole."""
+    """Raise ValueError for a file of more than `MAX_JSON_BYTES`, which another library would read as a whole."""
     if path.is_file() and path.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{path} cannot be used: it has more than {MAX_JSON_BYTES >> 20} MiB")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
+    """Read a text file in UTF-8; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
     with path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:

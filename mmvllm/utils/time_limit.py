@@ -1,5 +1,5 @@
-"""Limits of time: for work that Python cannot interrupt (a decoder in C, a file on a server, a slow host), and for
-programs of others in Python, which it can."""
+"""Time limits: `TimeLimit` for work that Python cannot interrupt (a C decoder, a network file, a slow host), and
+`Watchdog` for third-party Python code, which it can interrupt."""
 
 import ctypes
 import socket
@@ -13,19 +13,19 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1  # between looks at work whose clock is stopped
-WATCH_SECONDS = 1.0  # between looks of a watchdog
+POLL_SECONDS = 0.1  # between checks of work whose clock is stopped
+WATCH_SECONDS = 1.0  # between checks by a watchdog
 
 
 class TimeIsOver(Exception):
-    """Work took longer than its limit. Not an OSError, which readers of damaged files skip."""
+    """Work took longer than its limit; not an OSError, which readers of damaged files ignore."""
 
 
 class TimeLimit:
-    """The seconds that some work may take, from now on; work that waits for its turn may stop the clock.
+    """The time that work may take, from now on; work that waits for its turn may stop the clock.
 
-    `run` returns when the time is over, whatever the work does. The work then goes on in its thread until it calls
-    `check`, or ends: Python can end a process, but not a thread.
+    `run` ends when the time is over, whatever the work does. The work then continues in its thread until it calls
+    `check` or ends, because Python cannot kill a thread.
     """
 
     def __init__(self, seconds: float):
@@ -36,14 +36,14 @@ class TimeLimit:
         self._releases: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises, in another thread; raises TimeIsOver if it takes longer."""
+        """Run `work` in another thread and return its result; raises its exception, or TimeIsOver."""
         done: Future[T] = Future()
         threading.Thread(target=_settle, args=(done, work), name="mmvllm-limited", daemon=True).start()
         while not wait([done], self._seconds_left() if self._stopped_at is None else POLL_SECONDS).done:
             if self._seconds_left() == 0:
                 self._give_up()
         if done.exception() is not None:
-            self.check()  # a decoder may have made another error of it
+            self.check()  # a decoder may have turned TimeIsOver into another error
         return done.result()
 
     def check(self) -> None:
@@ -53,7 +53,7 @@ class TimeLimit:
 
     @contextmanager
     def released_when_over(self, release: Callable[[], None]) -> Iterator[None]:
-        """Call `release` once, at the end or when `run` gives up: what the work holds does not wait for its thread."""
+        """Call `release` once, after the block or when `run` gives up: resources need not wait for the thread."""
         with self._lock:
             self._releases.append(release)
         if self.is_over:
@@ -65,7 +65,7 @@ class TimeLimit:
 
     @contextmanager
     def stopped_clock(self) -> Iterator[None]:
-        """A wait that does not count."""
+        """Stop the clock inside the block."""
         self._stopped_at = time.monotonic()
         try:
             yield
@@ -86,15 +86,15 @@ class TimeLimit:
                     release()
 
     def _seconds_left(self) -> float:
-        now = self._stopped_at  # read once: the thread of the work may start the clock
+        now = self._stopped_at  # read once: the thread of the work may restart the clock
         return max(0.0, self._end - (time.monotonic() if now is None else now))
 
 
 def shut_down(sockets: Iterable[socket.socket]) -> None:
-    """End connections that other threads wait for, which then get an error or the end of the data."""
+    """Shut down connections that other threads wait for; they then get an error or the end of the data."""
     for one in sockets:
         with suppress(OSError):  # closed meanwhile
-            socket.socket.shutdown(one, socket.SHUT_RDWR)  # the method of SSL sockets is not for other threads
+            socket.socket.shutdown(one, socket.SHUT_RDWR)  # `SSLSocket.shutdown` is not thread-safe
 
 
 def _settle(done: "Future[T]", work: Callable[[], T]) -> None:
@@ -105,7 +105,7 @@ def _settle(done: "Future[T]", work: Callable[[], T]) -> None:
 
 
 class _Interruption(BaseException):
-    """Raised in code that runs for too long; not an Exception, which programs of others catch."""
+    """Raised in code that runs too long; not an Exception, which third-party code may catch."""
 
 
 @dataclass(slots=True)
@@ -115,9 +115,10 @@ class _Run:
 
 
 class Watchdog:
-    """Interrupts Python code that runs for too long, in the thread that called `run`: no second thread has to run it.
+    """Interrupts Python code that runs too long, in the thread that called `run`.
 
-    The code is interrupted between two instructions, repeatedly until it ends, and within a C call when that returns.
+    The code is interrupted between two bytecode instructions, repeatedly until it ends; a C call is not interrupted
+    before it returns.
     """
 
     def __init__(self):
@@ -126,12 +127,12 @@ class Watchdog:
         self._watcher: threading.Thread | None = None
 
     def run(self, work: Callable[[], T], seconds: float) -> T:
-        """What `work` returns or raises; it may not hold locks. Raises TimeIsOver if it was interrupted."""
+        """Run `work`, which must not hold locks, and return its result; raises TimeIsOver if it was interrupted."""
         thread = threading.get_ident()
         try:
             return self._run(thread, work, seconds)
         except _Interruption:
-            self._finish(thread)  # where this was interrupted, too
+            self._finish(thread)  # the interruption may have hit `_run` itself
             raise TimeIsOver from None
 
     def _run(self, thread: int, work: Callable[[], T], seconds: float) -> T:
@@ -139,7 +140,7 @@ class Watchdog:
             self._begin(thread, seconds)
             made = work()
         except BaseException:
-            if self._finish(thread):  # whatever it has made of the interruption
+            if self._finish(thread):  # even if `work` has turned the interruption into another error
                 raise TimeIsOver from None
             raise
         if self._finish(thread):
@@ -155,10 +156,10 @@ class Watchdog:
                 self._watcher = watcher
 
     def _finish(self, thread: int) -> bool:
-        """Whether it was interrupted; nothing is raised in the thread after this.
+        """End a run and return whether it was interrupted; afterwards nothing is raised in the thread.
 
-        An interruption that was not raised yet is raised here, after a call; it is not taken back, which CPython offers
-        but 3.11 does by halves: functions that are profiled, or traced, would hang as they begin.
+        A pending interruption is raised here, after a call. CPython could withdraw it instead, but in 3.11 functions
+        that are profiled or traced would then hang at their start.
         """
         with self._lock:
             run = self._runs.pop(thread, None)
@@ -179,5 +180,5 @@ class Watchdog:
 
 
 def _raise_in(thread: int) -> None:
-    """Interrupt a thread at its next instruction that checks for it: a call, a jump back, the start of a function."""
+    """Interrupt a thread at its next check for interruptions: a call, a backward jump or the start of a function."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Interruption))

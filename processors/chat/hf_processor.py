@@ -1,4 +1,4 @@
-"""Requests -> `EngineInput` by a processor of the caller's, with the interface of transformers' processors."""
+"""Prepare requests with a caller's processor that has the interface of transformers' processors."""
 
 import threading
 from dataclasses import replace
@@ -27,15 +27,15 @@ class HFProcessor:
     """Adapts an object with the interface of transformers' processors: `apply_chat_template`, and a call with `text`,
     `images`, `return_tensors` and, for requests with videos, `videos`, `video_metadata` and `do_sample_frames`.
 
-    That interface has no pixel bounds, so a request's own are applied to the image beforehand; the processor's come
-    after them. Videos are given as the frames that `VideoProcessor` would take, in their final size. What the object
-    returns may be on any device, and is copied: it may reuse its buffers. It would encode special tokens in messages as
-    control tokens, so they are refused, unless the request has `allow_special_tokens`.
+    The interface has no pixel bounds, so a request's bounds are applied to images beforehand; the processor's bounds
+    follow. Videos are passed as the frames that `VideoProcessor` would use, in their final size. The object's outputs
+    may be on any device, and are copied: it may reuse its buffers. It would encode special tokens in messages as
+    control tokens; they are refused unless the request has `allow_special_tokens`.
 
     Args:
-        tokenizer: the model's, which says what the special tokens are.
-        video_config: the checkpoint's; a side of a resized image or frame is a multiple of its `factor`.
-        max_tokens, load: as for `Processor`.
+        tokenizer: the model's tokenizer, which defines the special tokens.
+        video_config: the checkpoint's settings; sides of resized images and frames are multiples of its `factor`.
+        max_tokens, load: see `Processor`.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class HFProcessor:
         self.processor, self.tokenizer, self.rules = processor, tokenizer, rules
         self.video_config, self.max_tokens, self.load = video_config, max_tokens, load
         self._special_tokens, self.chat_template = SpecialTokens(tokenizer), ChatTemplate(processor, rules)
-        self._lock = threading.Lock()  # the interface does not promise that two threads may use it at once
+        self._lock = threading.Lock()  # the interface does not guarantee thread safety
 
     def __reduce__(self):
-        """A processor in another process gets a new lock."""
+        """Pickle everything but the lock; the other process creates a new one."""
         return HFProcessor, (
             *(self.processor, self.tokenizer, self.rules, self.video_config, self.max_tokens, self.load),
         )
@@ -83,11 +83,11 @@ class HFProcessor:
             return replace(self._engine_input(made, [source for _, source in given], clips), text=text)
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
-        """See `Processor.together`; the caller's processor gets the images and videos with each request."""
+        """Prepare requests like `Processor.together`, but load images and videos for each request."""
         return [self(request, load) for request in requests]
 
     def _without_media(self, parsed: ParsedRequest) -> EngineInput:
-        """Token ids, which the interface does not take, need no processor unless there are images or videos."""
+        """Prepare token ids, which the interface does not accept, without the processor; media are refused."""
         if parsed.images or parsed.videos:
             raise RequestError("a processor of your own needs a prompt with media as text, not as token ids")
         token_ids = own_token_ids(parsed.token_ids)
@@ -130,7 +130,7 @@ class HFProcessor:
 
 
 def _videos(clips: list[Clip]) -> dict[str, Any]:
-    """The arguments of transformers' processors for videos whose frames have been taken already."""
+    """Return the arguments of transformers' processors for videos whose frames are already sampled."""
     if not clips:
         return {}
     metadata = [

@@ -1,4 +1,4 @@
-"""Prompts that cannot fit into the context, refused before time is spent on tokenizing them."""
+"""Refuse prompts that cannot fit into the context before time is spent on tokenizing them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from mmvllm.errors import PromptTooLong
 
 
 class Truncation(NamedTuple):
-    """How many tokens of a prompt are kept: its last ones if the side that is cut is "left", else its first."""
+    """How a prompt is truncated: `side` "left" keeps its last `num_tokens` tokens, "right" keeps its first ones."""
 
     num_tokens: int
     side: str = "left"
 
     def cut(self, content: Any, length: int | None = None) -> Any:
-        """Cut token ids, or a text to a length in characters."""
+        """Cut token ids to `num_tokens`, or a text to `length` characters."""
         length = self.num_tokens if length is None else length
         return content[:length] if self.side == "right" else content[-length:]
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The least number of tokens that a prompt has, whichever tokens its text is made of."""
+    """Checks prompts by the least number of tokens that a text can have, given the longest token."""
 
     max_model_len: int
     max_token_length: int  # in characters
@@ -31,7 +31,7 @@ class LengthLimit:
         return cls(max_model_len, max(map(len, tokenizer.get_vocab())))
 
     def cut(self, text: str, truncation: Truncation) -> str:
-        """Cut a text, so that it still has more tokens than are kept, or too many, or is whole."""
+        """Shorten a text before it is tokenized; unless whole, it still exceeds the truncation or the context."""
         num_tokens = min(truncation.num_tokens, self.max_model_len) + 1
         return truncation.cut(text, num_tokens * self.max_token_length)
 
@@ -42,7 +42,7 @@ class LengthLimit:
         self._check_tokens(len(prompt), room)
 
     def check_characters(self, number: int, num_extra_tokens: int = 0, room: int = 1) -> None:
-        """Raise PromptTooLong as `check` does for a text of this many characters, and further tokens."""
+        """Raise PromptTooLong like `check`, for a text of `number` characters and some extra tokens."""
         self._check_tokens(-(-number // self.max_token_length) + num_extra_tokens, room)
 
     def _check_tokens(self, num_tokens: int, room: int) -> None:

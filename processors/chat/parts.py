@@ -1,4 +1,4 @@
-"""The parts of a request that name an image or a video: what to load, and the options that are given with it."""
+"""Parse the parts of a request that refer to images and videos: their sources and options."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,20 +21,20 @@ DETAILS = ("auto", "low", "high")  # of OpenAI's API
 IMAGE_KEYS = frozenset(("type", "detail", *SOURCE_KEYS, *PART_SIZES))
 VIDEO_KEYS = frozenset(("type", *VIDEO_SOURCE_KEYS, *qwen_vl_utils.KEYS, "num_frames"))
 PROCESSOR_KEYS = frozenset(("fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"))
-_EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`, which are pixels in all
+_EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}  # of `size`; despite their names, areas
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # types of parts
 _RATES = ("fps", "sample_fps", "raw_fps")
 _TIMES = ("video_start", "video_end")
 
 
 def is_video_part(part: Mapping[str, Any]) -> bool:
-    """Whether a part without its nulls names a video."""
+    """Return whether a part, without nulls, refers to a video."""
     kind = part.get("type")
     return kind in ("video", "video_url") or (kind is None and ("video" in part or "video_url" in part))
 
 
 def image_part(i: int, part: dict) -> dict:
-    """What to load under "image", with the sizes that are given."""
+    """Return a dict with the source of an image under "image", and the sizes and detail of its part."""
     with naming_media(image_index=i):
         part = _with_options_of_urls(without_nulls(part), "image")
         check_keys("image part", part, IMAGE_KEYS)
@@ -46,7 +46,7 @@ def image_part(i: int, part: dict) -> dict:
 
 
 def video_part(i: int, part: dict) -> dict:
-    """What to load under "video", with the options of `qwen_vl_utils` that are given."""
+    """Return a dict with the source of a video under "video", and the options of `qwen_vl_utils` in its part."""
     with naming_media(video_index=i):
         part = _with_options_of_urls(without_nulls(part), "video")
         check_keys("video part", part, VIDEO_KEYS)
@@ -58,7 +58,7 @@ def video_part(i: int, part: dict) -> dict:
 
 
 def given_videos(value: Any) -> list:
-    """The videos of `videos` or `multi_modal_data`: one, or a list of them; a list of images is one video."""
+    """Return the videos of `videos` or `multi_modal_data` as a list; a list of images is a single video."""
     if value is None:
         return []
     is_one = isinstance(value, tuple) or not isinstance(value, list) or (value and _is_frame(value[0]))
@@ -70,7 +70,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Only the keys that have a value."""
+    """Return the part without the keys whose value is None."""
     return {key: value for key, value in part.items() if value is not None}
 
 
@@ -88,7 +88,7 @@ def _with_options_of_urls(part: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _source(kind: str, keys: tuple[str, ...], part: dict) -> Any:
-    """What `load_image` or `load_video` takes, from the keys of mmvllm, OpenAI, qwen-vl-utils and transformers."""
+    """Return the source for `load_image` or `load_video`; reads keys of OpenAI, qwen-vl-utils and transformers, too."""
     if "path" in part:
         return part["path"] if isinstance(part["path"], Path) else Path(_string(kind, part, "path"))
     if "base64" in part:
@@ -107,7 +107,7 @@ def _string(kind: str, part: dict, key: str) -> str:
 
 
 def as_part_of_chats(part: Any) -> Any:
-    """A string, a refusal or a part of the Responses API as a part of a chat; any other part as it is."""
+    """Convert a string, a refusal or a part of the Responses API to a chat part; return other parts unchanged."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
@@ -117,23 +117,23 @@ def as_part_of_chats(part: Any) -> Any:
 
 
 def without_thoughts(content: Any) -> Any:
-    """The content of an earlier answer without the parts in which a model thought, which no later prompt has."""
+    """Return the content of an earlier answer without reasoning parts, which later prompts do not include."""
     if not isinstance(content, list | tuple):
         return content
     return [part for part in content if not (isinstance(part, dict) and part.get("type") in THOUGHTS)]
 
 
 def refusal_as_text(part: Any) -> Any:
-    """A part of an earlier answer in which a model refused it, as a part of text."""
+    """Convert a refusal in an earlier answer to a text part; return other parts unchanged."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
     return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`mm_processor_kwargs` without nulls, with `min_pixels` and `max_pixels` for `size`.
+    """Return `mm_processor_kwargs` without nulls, with `size` converted to `min_pixels` and `max_pixels`.
 
-    The vendor's processors take `size`, and qwen-vl-utils returns the rate of each video as `fps`; it remains a list if
-    they differ. Raises RequestError.
+    The vendor's processors take `size`. qwen-vl-utils returns `fps` as a list with the rate of each video, which is
+    replaced by a number if the rates are equal. Raises RequestError.
     """
     kwargs = without_nulls(given)
     if isinstance(rates := kwargs.get("fps"), list | tuple) and all(rate == rates[0] for rate in rates):
@@ -150,7 +150,7 @@ def plain_processor_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def naming_media(**index: int) -> Iterator[None]:
-    """Say in an error which image or video it is about: `image_index` or `video_index`."""
+    """Set `image_index` or `video_index` on RequestErrors in the block, and convert ValueErrors to RequestErrors."""
     try:
         yield
     except RequestError as error:
@@ -170,7 +170,7 @@ def check_keys(what: str, given: Mapping[str, Any], known: frozenset[str]) -> No
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Raise ParameterError for sizes, numbers of frames, rates or times that cannot be."""
+    """Raise ParameterError for invalid sizes, numbers of frames, rates or times."""
     for key in (*PART_SIZES, "total_pixels", "nframes", "num_frames", "min_frames", "max_frames"):
         value = given.get(key)
         if value is not None and (

@@ -1,4 +1,4 @@
-"""Requests -> `EngineInput`: chat template, images and videos, and their placeholders expanded."""
+"""Prepare requests: render the chat template, load images and videos, and expand their placeholders."""
 
 import threading
 from collections.abc import Mapping
@@ -24,22 +24,22 @@ from mmvllm.utils.text import with_whole_characters
 
 
 def tokenize(tokenizer, text: str) -> list[int]:
-    """Token ids of a text as it stands, special tokens included."""
-    with splitting():  # not verbose: a text that is too long for the model is refused with a message of our own
+    """Tokenize a text as it is; its special tokens become control tokens."""
+    with splitting():  # not verbose: mmvllm refuses a text that is too long for the model with another message
         return tokenizer(with_whole_characters(text), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 class Processor:
-    """mmvllm's request processor; token ids, grids and pixel values equal what transformers' processor makes.
+    """mmvllm's request processor; token ids, grids and pixel values equal the outputs of transformers' processor.
 
     Special tokens in messages and `chat_template_kwargs` are encoded as text, unless the request has
     `allow_special_tokens`.
 
     Args:
-        rules: of the model's family; None for a text-only checkpoint.
-        video_processor: without one, requests with videos are refused.
-        max_tokens: a text or a video that has more is refused before it is tokenized or decoded.
-        load: how media are read where a call does not say it.
+        rules: the rules of the model's family; None for a text-only checkpoint.
+        video_processor: if None, requests with videos are refused.
+        max_tokens: a text or a video with this many tokens or more is refused before it is tokenized or decoded.
+        load: the functions that load media, unless a call passes others.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Processor:
         self._special_tokens = SpecialTokens(tokenizer)
         self._length_limit = None if max_tokens is None else LengthLimit.of(tokenizer, max_tokens)
         self.chat_template = ChatTemplate(tokenizer, rules)
-        self._lock = threading.Lock()  # a fast tokenizer may not be used by two threads at once
+        self._lock = threading.Lock()  # fast tokenizers are not thread-safe
 
     def __reduce__(self):
-        """A processor in another process gets a new lock."""
+        """Pickle everything but the lock; the other process creates a new one."""
         return Processor, (
             self.tokenizer,
             self.image_processor,
@@ -75,7 +75,7 @@ class Processor:
         return self.together([request], load)[0]
 
     def together(self, requests: list[dict], load: Load | None = None) -> list[EngineInput]:
-        """Prepare requests with the same images and videos, which are read once, from the first request."""
+        """Prepare requests that share their images and videos, which are loaded once from the first request."""
         first, *others = [self._parsed(request) for request in requests]
         media = self._media(first, load or self.load)
         return [self._placed(parsed, media) for parsed in (first, *others)]
@@ -135,7 +135,7 @@ class Processor:
 def load_clip(
     load: Load, part: dict, kwargs: Mapping[str, Any], config: VideoProcessorConfig, max_tokens: int | None
 ) -> Clip:
-    """The frames of a video that its part and the request's own arguments ask for, and when they are shown."""
+    """Load the frames of a video that its part and the request's arguments select, with their times."""
     keys = {key: value for key, value in part.items() if key != "video"}
     plan = ClipPlan(config, **kwargs, part=keys, max_tokens=max_tokens)
     return plan.timed(load.video(part["video"], plan))
@@ -154,9 +154,9 @@ def rendered(
     special_tokens: SpecialTokens,
     length_limit: LengthLimit | None = None,
 ) -> tuple[str, str | None]:
-    """The text to tokenize; and, if special tokens of messages are to be encoded as text, the text that marks them.
+    """Return the text to tokenize and, if special tokens of messages are to be encoded as text, a text that marks them.
 
-    Raises PromptTooLong for a text, also one that a template makes of little, that cannot fit.
+    Raises PromptTooLong for a text that cannot fit, even if a template has generated it from short messages.
     """
 
     def checked(text: str) -> str:

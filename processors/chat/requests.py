@@ -1,4 +1,4 @@
-"""The forms of a request: chat messages, text with images and videos, and prompts as vLLM's users write them."""
+"""Parse requests in all forms: chat messages, text with images and videos, and prompts in vLLM's format."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -41,15 +41,14 @@ TEXT_KEYS = frozenset(("type", "text"))
 
 
 class ParsedRequest(NamedTuple):
-    """A request taken apart; one of `messages` (for the chat template), `text` and `token_ids` is given.
+    """A parsed request; exactly one of `messages` (for the chat template), `text` and `token_ids` is set.
 
-    Each of `images` is a dict with what to load under "image", and perhaps its own sizes; each of `videos` one with
-    what to load under "video", and perhaps keys of `qwen_vl_utils`. `video_kwargs` are the request's own arguments for
-    each of its videos, `image_bounds` its `min_pixels` and `max_pixels` for images; with `jpeg_draft` JPEGs may be
-    decoded at a reduced scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs`
-    are arguments for the chat template, `template_options` for `apply_chat_template`; `chat_template` replaces the
-    checkpoint's. `tools` are the functions that the model may call. `truncation` says what is kept of `text` or
-    `token_ids`.
+    Each of `images` is a dict with a source under "image" and optional sizes; each of `videos` is a dict with a source
+    under "video" and optional keys of `qwen_vl_utils`. `video_kwargs` are the request's arguments for each video, and
+    `image_bounds` its `min_pixels` and `max_pixels` for images. With `jpeg_draft`, JPEGs may be decoded at a reduced
+    scale. Special tokens in messages are text, unless `allow_special_tokens`. `template_kwargs` are arguments of the
+    chat template, `template_options` of `apply_chat_template`; `chat_template` replaces the checkpoint's. `tools` are
+    the functions that the model may call. `truncation` applies to `text` or `token_ids`.
     """
 
     messages: list[dict] | None
@@ -69,7 +68,7 @@ class ParsedRequest(NamedTuple):
 
 
 def parse_request(request: Any) -> ParsedRequest:
-    """Take a request apart; raises RequestError that says what is wrong."""
+    """Parse a request; raises RequestError that says what is wrong."""
     if not isinstance(request, dict):
         raise RequestError(f"a request must be a dict with 'messages' or 'text', got {type(request).__name__}")
     check_keys("request", request, REQUEST_KEYS)
@@ -105,9 +104,9 @@ def parse_request(request: Any) -> ParsedRequest:
 
 
 def _form(request: dict) -> tuple[str, Any]:
-    """The key that holds the prompt, and its value.
+    """Return the key that holds the prompt, and its value.
 
-    A value of None counts as absent, except that messages of None, if nothing else is given, are named as invalid.
+    None counts as absent. If no form is present, `messages` of None are returned, and refused later.
     """
     given = {key: request[key] for key in FORMS if request.get(key) is not None}
     if not given and "messages" in request:
@@ -153,7 +152,7 @@ def _check_no_template(request: dict, form: str) -> None:
 
 
 def _template_options(request: dict) -> Mapping[str, Any]:
-    """The arguments of `apply_chat_template` for the end of the prompt."""
+    """Return the arguments of `apply_chat_template` for the end of the prompt."""
     given = {name: request.get(name) for name in ("add_generation_prompt", "continue_final_message")}
     for name, value in given.items():
         if not isinstance(value, bool | None):
@@ -187,7 +186,7 @@ def _as_list(images: Any) -> list:
 
 
 def _given_media(request: dict) -> tuple[list, list]:
-    """The images and the videos that are not parts of messages."""
+    """Return the images and the videos that are not parts of messages."""
     data = {} if request.get("multi_modal_data") is None else request["multi_modal_data"]
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data must be a dict such as {{'image': ...}}, got {type(data).__name__}")
@@ -198,7 +197,7 @@ def _given_media(request: dict) -> tuple[list, list]:
 
 
 def _processor_kwargs(request: dict) -> dict[str, Any]:
-    """The request's own arguments for the processors of images and videos, by vLLM's names."""
+    """Return the request's checked arguments for image and video processors, by vLLM's names."""
     kwargs = request.get("mm_processor_kwargs") or {}
     if not isinstance(kwargs, Mapping):
         raise ParameterError("mm_processor_kwargs", kwargs, "a dict")
@@ -216,13 +215,13 @@ def _processor_kwargs(request: dict) -> dict[str, Any]:
 
 
 def _rates(kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """`fps` of `plain_processor_kwargs`, which may have one for each video."""
+    """Return `fps` of `plain_processor_kwargs` as a list, with one rate for all videos or one for each."""
     fps = kwargs.get("fps")
     return fps if isinstance(fps, list | tuple) else [fps]
 
 
 def _for_each(videos: list[dict], kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Give each video its arguments, with the rate that is its own; raises RequestError for another number of rates."""
+    """Return the arguments of each video, with its rate; raises RequestError if their numbers differ."""
     rates = _rates(kwargs)
     if len(rates) == 1:
         return [kwargs] * len(videos)
@@ -233,7 +232,7 @@ def _for_each(videos: list[dict], kwargs: dict[str, Any]) -> list[dict[str, Any]
 
 
 def media_kinds(request: dict) -> Iterator[Literal["image", "video"]]:
-    """The kinds of the media in a request that may be wrong in any way, without a look at anything else."""
+    """Yield the kind of each medium in an unchecked request, which may be invalid in any way."""
     messages = request.get("messages")
     for message in messages if isinstance(messages, list | tuple) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -262,7 +261,7 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
         if isinstance(message, dict) and message.get("role") == "assistant":
             message = {**message, "content": without_thoughts(message.get("content"))}
         if isinstance(message, dict) and message.get("role") in ("assistant", "tool") and not message.get("content"):
-            message = {**message, "content": message.get("refusal") or ""}  # clients and models leave some empty
+            message = {**message, "content": message.get("refusal") or ""}  # some clients and models leave it empty
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise RequestError(f"a message must be a dict with 'role' and 'content', got {shown(message, 100)}")
         content = message["content"]
@@ -275,7 +274,7 @@ def _parse_messages(messages: Any) -> tuple[list[dict], list[dict], list[dict]]:
 
 
 def _parse_part(part: Any, images: list[dict], videos: list[dict]) -> dict:
-    """The part as the template needs it; what to load goes to `images` or `videos`."""
+    """Return the part for the template, and append its source to `images` or `videos`."""
     part = as_part_of_chats(part)
     if not isinstance(part, dict):
         raise RequestError(f"a content part must be a dict or a string, got {type(part).__name__}")

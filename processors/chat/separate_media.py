@@ -1,4 +1,4 @@
-"""Conversations with images and videos beside them, as data sets and TRL write them.
+"""Conversations with images and videos in separate fields, as in data sets and in TRL.
 
 {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "..."}]}], "images": [image]}
 """
@@ -14,10 +14,10 @@ Media = Mapping[str, list]  # by kind, "image" and "video"
 
 
 def with_media(messages: Any, media: Media) -> Any:
-    """The messages with the media in place of the parts without a source, in their order.
+    """Return the messages with the media in place of parts without a source, in order.
 
-    Without any such part they go to the beginning of the first message of the user, as in TRL. Messages that are not
-    valid are left as they are. Raises RequestError for another number of parts than of images or videos.
+    If there is no such part, media go to the beginning of the first user message, as in TRL. Invalid messages are left
+    unchanged. Raises RequestError if the number of parts differs from the number of images or videos.
     """
     if not any(media.values()) or not isinstance(messages, list | tuple):
         return messages
@@ -41,7 +41,7 @@ def _parts(messages: list | tuple) -> Iterator[Any]:
 
 
 def _bare_kind(part: Any) -> str | None:
-    """The kind of a part for an image or a video that is given elsewhere; None for any other part."""
+    """Return the kind of a part whose image or video is passed separately; None for any other part."""
     is_bare = isinstance(part, dict) and len(without_nulls(part)) == 1 and part.get("type") in ("image", "video")
     return part["type"] if is_bare else None
 

@@ -1,8 +1,8 @@
-"""Special tokens in messages, and in a template's arguments, are text; only the template's own are control tokens.
+"""Encode special tokens in messages and template arguments as text; only the template's are control tokens.
 
 A template is a program that puts the texts of messages into a string, where a <|im_start|> that a user has typed looks
-like the template's own. To tell them apart, messages are rendered a second time with the first character of every
-special token in them replaced by a mark: what is a special token in that rendering was written by the template.
+like the template's. To tell them apart, messages are rendered a second time with the first character of every special
+token in them replaced by a mark: the special tokens that remain in that rendering come from the template.
 """
 
 import re
@@ -14,16 +14,15 @@ from mmvllm.errors import RequestError
 from mmvllm.utils.text import with_whole_characters
 
 NEVER = "(?!)"  # a pattern without matches
-FIRST_MARK = (
-    0xD800  # half of a surrogate pair: no valid text has it, and it is one character, like the one that it replaces
-)
+# Half of a surrogate pair: no valid text contains it, and it is one character, like the character that it replaces.
+FIRST_MARK = 0xD800
 
 
 class SpecialTokens:
-    """Tells the special tokens of a chat template from those in messages, for one tokenizer.
+    """Distinguishes special tokens of a chat template from special tokens in messages, for one tokenizer.
 
-    Special tokens are those that the tokenizer calls special, image placeholders among them. Other added tokens, such
-    as <think>, are markup within a turn, which templates look for in messages; they stay tokens.
+    Special tokens are the tokens that the tokenizer marks as special, including image placeholders. Other added tokens,
+    such as <think>, are markup within a turn, which templates look for in messages; they stay tokens.
     """
 
     def __init__(self, tokenizer: Any):
@@ -33,7 +32,7 @@ class SpecialTokens:
         self._ids = [token_id for token_id, _ in added]
         self._added = re.compile("|".join(f"({_pattern(token)})" for _, token in added) or NEVER)
         self._special = re.compile("|".join(map(_pattern, special)) or NEVER)
-        # A normalized special token has spellings that only the normalizer knows: a text alone does not show them.
+        # Only the normalizer knows all spellings of a normalized special token; the text does not show them.
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         self._has_spellings = normalizer is not None and any(token.normalized for token in special)
         names = [token.content for token in special]
@@ -42,11 +41,11 @@ class SpecialTokens:
         self._first = re.compile(f"(?!{_any(_markup(added, names))})(?:{_any(marks)})")
 
     def render(self, apply_template: Callable[[Any], str], given: Any) -> tuple[str, str | None]:
-        """What a template makes of messages or of anything with strings; and, if special tokens of theirs are in it,
-        the same text with marks.
+        """Render messages, or any value with strings; return the text and, if their special tokens are in it, the text
+        with marks.
 
-        The strings have whole characters, since halves of surrogate pairs are marks. Raises RequestError for a template
-        that renders marked strings differently, since it reads or changes what they mark.
+        The strings must have no lone surrogates, which are the marks. Raises RequestError for a template that renders
+        marked strings differently, because it reads or changes the special tokens.
         """
         text = with_whole_characters(apply_template(given))
         marked_given = self._marked(given)
@@ -64,10 +63,10 @@ class SpecialTokens:
         return text, marked
 
     def token_ids(self, marked: str) -> list[int]:
-        """Token ids of a text with marks, all of which are encoded as text.
+        """Tokenize a text with marks; marked special tokens are encoded as text.
 
-        An added token is a boundary that the tokenizer never merges across, so the stretches between them have the ids
-        that they have in the whole text.
+        The tokenizer never merges across an added token, so the text between added tokens has the same ids as within
+        the whole text.
         """
         ids, start = [], 0
         for match in self._added.finditer(marked):
@@ -76,7 +75,7 @@ class SpecialTokens:
         return ids + self._plain_ids(marked[start:])
 
     def _plain_ids(self, marked: str) -> list[int]:
-        """The tokenizer's pipeline without added tokens, and without settings that other threads could see."""
+        """Tokenize without added tokens, and without changing settings that other threads could see."""
         text, backend = marked.translate(self._unmark), self._tokenizer.backend_tokenizer
         with splitting():
             if backend.normalizer is not None:
@@ -85,7 +84,7 @@ class SpecialTokens:
         return [token.id for piece, _ in pieces for token in backend.model.tokenize(piece)]
 
     def _marked(self, value: Any) -> Any:
-        """Replace special tokens by marks in all strings of a value."""
+        """Replace the first characters of special tokens by marks in all strings of a value."""
         if isinstance(value, str):
             return self._first.sub(lambda match: self._marks[match[0]], value)
         if isinstance(value, dict):
@@ -95,24 +94,24 @@ class SpecialTokens:
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    """Raise RequestError where the tokenizers library gives up, for example an expression after 10 million steps."""
+    """Raise RequestError if the tokenizers library gives up, for example on an expression after 10 million steps."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, whose class Python cannot import
+        if type(error).__name__ != "PanicException":  # a Rust panic, whose class Python cannot import
             raise
         raise RequestError(f"the checkpoint's tokenizer cannot split the text ({error})") from None
 
 
 def _pattern(token: Any) -> str:
-    """An added token in a text, with the spaces that it takes to itself."""
+    """Return the pattern of an added token in a text, with the white space that it absorbs."""
     content = re.escape(token.content)
     word = rf"(?<!\w){content}(?!\w)" if token.single_word else content
     return (r"\s*" if token.lstrip else "") + word + (r"\s*" if token.rstrip else "")
 
 
 def _markup(added: list[tuple[int, Any]], special: list[str]) -> list[str]:
-    """Added tokens that are not special and no part of one that is: their first character gets no mark."""
+    """Return the added tokens that neither are special nor share their start with a special token: they get no mark."""
     others = (token.content for _, token in added if not token.special)
     return [other for other in others if not any(name.startswith(other) or other.startswith(name) for name in special)]
 

@@ -1,4 +1,4 @@
-"""Chat templates: programs of a checkpoint that make the text of a prompt out of messages."""
+"""Chat templates: programs of a checkpoint that render messages to the text of a prompt."""
 
 import re
 import time
@@ -15,8 +15,8 @@ from mmvllm.utils.time_limit import TimeIsOver, Watchdog
 SECONDS = 10.0  # for a template to render messages
 WITH_PROMPT = MappingProxyType({"add_generation_prompt": True})
 
-ROLES = frozenset(("system", "user", "assistant", "tool"))  # which every template is taken to write
-_PROBE = "4815162342.{}."  # added to a message, to find out whether the template writes it, in capitals or not
+ROLES = frozenset(("system", "user", "assistant", "tool"))  # every template is assumed to write messages of these roles
+_PROBE = "4815162342.{}."  # added to a message to check whether the template writes it, in upper or lower case
 
 _WATCHDOG = Watchdog()
 _PARTS = ({"type": "image"}, {"type": "text", "text": "What is this?"})
@@ -26,30 +26,30 @@ class ChatTemplate:
     """The chat template of a tokenizer or of a processor.
 
     Args:
-        owner: what has the template, with transformers' `apply_chat_template`.
-        rules: of the model's family; None for a text-only checkpoint, whose templates take strings.
-        text: a template in place of the owner's.
+        owner: the tokenizer or processor, which has transformers' `apply_chat_template`.
+        rules: the rules of the model's family; None for a text-only checkpoint, whose templates take strings.
+        text: a template that replaces the owner's.
     """
 
     def __init__(self, owner: Any, rules: MediaRules | None, text: str | None = None):
         self._owner, self._rules = owner, rules
         self._own = {} if text is None else {"chat_template": text}
-        self._seconds_left = SECONDS  # of all renderings of a request's own template
+        self._seconds_left = SECONDS  # for all renderings of a request's template
 
     def replaced_by(self, text: str) -> "ChatTemplate":
-        """Another template for the same model."""
+        """Return the chat template with another text for the same model."""
         return ChatTemplate(self._owner, self._rules, text)
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template has a place for tools."""
+        """Whether the template mentions tools."""
         template = self._own.get("chat_template") or getattr(self._owner, "chat_template", None) or ""
         templates = template.values() if isinstance(template, dict) else [template]
         return any(re.search(r"\btools\b", one) for one in templates)
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the content of a message may be parts: not if only one string brings an image into the prompt.
+        """Whether message content may be a list of parts: false if images reach the prompt only within strings.
 
         Raises RequestError for a template that takes too long.
         """
@@ -111,19 +111,19 @@ class ChatTemplate:
             return False
 
     def _as_string(self, message: dict) -> dict:
-        """The message with a string in place of parts."""
+        """Return the message with its parts joined to a string."""
         content = message["content"]
         return message if isinstance(content, str) else {**message, "content": "".join(map(self._text_of, content))}
 
     def _text_of(self, part: dict) -> str:
-        """A part as the templates of the family write it."""
+        """Return a part in the format of the family's templates."""
         if part["type"] == "text":
             return part["text"]
         return self._rules.start + getattr(self._rules, part["type"]) + self._rules.end
 
 
 def _with_text(message: dict, text: str) -> dict:
-    """The message with a text at its end."""
+    """Return the message with a text appended."""
     content = message["content"]
     content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
     return {**message, "content": content}

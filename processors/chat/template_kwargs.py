@@ -1,4 +1,4 @@
-"""Checks of the arguments that a request gives to its chat template, such as `enable_thinking`."""
+"""Check a request's arguments for the chat template, such as `enable_thinking`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from mmvllm.errors import RequestError
 
 NAME = "chat_template_kwargs"
-# Arguments of transformers' `apply_chat_template` and of what it calls; so is whatever begins with "return_".
+# Arguments of transformers' `apply_chat_template` and functions it calls; so are all names that begin with "return_".
 RESERVED = frozenset(
     (
         *("self", "messages", "conversation", "conversations", "tools", "documents", "chat_template"),
@@ -15,14 +15,14 @@ RESERVED = frozenset(
         *("tokenizer_kwargs", "processor_kwargs", "load_audio_from_video", "sanitize_control_tokens"),
     )
 )
-MAX_DEPTH = 32  # of lists and dicts in each other
+MAX_DEPTH = 32  # of nested lists and dicts
 MAX_VALUES = 65_536  # of a request's tools, of its template's arguments, of a schema: copying them takes 0.1 s
 
 
 def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
-    """A copy of `chat_template_kwargs`, {} for None.
+    """Return a copy of `chat_template_kwargs`, {} for None.
 
-    Raises RequestError for anything but a dict, a name that is reserved, and a value that JSON does not have.
+    Raises RequestError for anything but a dict, a reserved name, or a value that is not JSON.
     """
     if kwargs is None:
         return {}
@@ -37,7 +37,7 @@ def check_template_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def json_object_copy(given: Mapping[str, Any], error: Callable[[str], RequestError]) -> dict[str, Any]:
-    """A copy of a JSON object; raises `error(reason)` for what JSON does not have."""
+    """Return a copy of a JSON object; raises `error(reason)` for values that are not JSON."""
     return {name: _json_copy(name, value, error, 1) for name, value in given.items()}
 
 

@@ -1,10 +1,10 @@
-"""Reads calls of functions from a completion in the Hermes format that Qwen2.5 and Qwen3 write:
+"""Parse function calls in a completion, in the Hermes format that Qwen2.5 and Qwen3 write:
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Paris"}}
 </tool_call>
 
-Text around calls is content, as is a call of a function that there is not, or one that cannot be read.
+Text around calls is content, as are calls of unknown functions and calls that cannot be parsed.
 """
 
 import json
@@ -30,28 +30,28 @@ _LONGEST = max(map(len, _NOT_JSON))
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """What is new of a call: first its function's name, then pieces of its arguments, which are JSON together."""
+    """A piece of a streamed call: first the function's name, then pieces of the arguments, which join to JSON."""
 
-    index: int  # which call of the completion, from 0
+    index: int  # of the call in the completion, from 0
     name: str | None
     arguments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a function; `arguments` is a JSON object, cut off where the completion was."""
+    """A function call; `arguments` is a JSON object as text, cut off if the completion was."""
 
     name: str
     arguments: str
 
 
 def read_tool_calls(text: str, names: Collection[str]) -> tuple[str, list[FunctionCall]]:
-    """The content and the calls of a whole completion, given the names of the functions that may be called."""
+    """Return the content and the calls of a whole completion; only functions in `names` may be called."""
     return collect_calls(ToolCallParser(names).feed(text, is_last=True))
 
 
 def collect_calls(pieces: Iterable[str | CallPiece]) -> tuple[str, list[FunctionCall]]:
-    """The content and the calls of a completion, whose pieces come from `ToolCallParser`."""
+    """Join the pieces of a `ToolCallParser`; return the content and the calls of the completion."""
     content, calls = "", []
     for piece in pieces:
         if isinstance(piece, str):
@@ -64,7 +64,7 @@ def collect_calls(pieces: Iterable[str | CallPiece]) -> tuple[str, list[Function
 
 
 def read_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call; None if they are no object, or were cut off. Text may follow them."""
+    """Parse the arguments of a call; return None if they are not an object, or were cut off. Text may follow them."""
     text = text.strip()
     if not text.startswith("{"):
         return None
@@ -80,25 +80,25 @@ def read_arguments(text: str) -> dict[str, Any] | None:
 
 
 class ToolCallParser:
-    """Takes the text of one completion in pieces; returns pieces of its content and of its calls.
+    """Parses the text of one completion piece by piece; returns pieces of its content and of its calls.
 
-    However the text is cut into pieces, content and calls are the same together. The arguments are the model's own
-    text, as far as it is JSON: see `_ObjectScanner`.
+    The joined content and calls do not depend on how the text is split. Arguments are the model's text, with deviations
+    from JSON repaired by `_ObjectScanner`.
 
     Args:
-        names: of the functions that may be called.
+        names: the names of the functions that may be called.
     """
 
     def __init__(self, names: Collection[str]):
         self._names = names
-        self._rest = ""  # what has not been read
-        self._gap = ""  # white space before calls, which is content if text follows them, or if the call is not one
+        self._rest = ""  # unread text
+        self._gap = ""  # white space before calls, which is content if text follows them, or if the call is invalid
         self._has_content = False  # before the last call
-        self._is_after_call = False  # and white space
+        self._is_after_call = False  # or after white space that follows a call
         self._read: Callable[[list, bool], bool] = self._content
         self._object = _ObjectScanner()
         self._scanned, self._num_scanned = "", 0  # of a call in another order: its JSON, and characters of `_rest`
-        self._num_refused = 0  # marks that no call followed
+        self._num_refused = 0  # number of marks without a call
         self.num_calls = 0
 
     @property
@@ -107,7 +107,7 @@ class ToolCallParser:
         return self._read == self._arguments
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece]:
-        """Add text; `is_last` says that no more follows."""
+        """Parse more text; `is_last` says that no more text follows."""
         self._rest += text
         pieces: list[str | CallPiece] = []
         while self._read(pieces, is_last):
@@ -115,7 +115,7 @@ class ToolCallParser:
         return [piece for piece in pieces if piece]
 
     def _content(self, pieces: list, is_last: bool) -> bool:
-        """Text up to the next call. White space beside calls belongs to the format."""
+        """Read the text up to the next call. White space beside calls belongs to the format."""
         if self._is_after_call:
             self._rest = self._rest.lstrip()
             if START.startswith(self._rest) and self._rest != START:  # the mark of another call, which may be cut off
@@ -124,7 +124,7 @@ class ToolCallParser:
             if not self._rest.startswith(START):
                 self._rest, self._gap = (self._gap if self._has_content else "") + self._rest, ""
         text, start, after = self._rest.partition(START)
-        if self._num_refused >= MAX_REFUSED:  # each is followed by all that could be its call
+        if self._num_refused >= MAX_REFUSED:  # each refused mark scans the text after it
             text, start = self._rest, ""
         if not start:
             size = len(text) if is_last else _num_settled(text)
@@ -141,7 +141,7 @@ class ToolCallParser:
         return True
 
     def _head(self, pieces: list, is_last: bool) -> bool:
-        """A call's name; or all of a call that is not written in the usual order."""
+        """Read the name of a call, or the whole call if its members are not in the usual order."""
         if (match := _HEAD.match(self._rest)) and match[1] in self._names:
             self._begin(pieces, match[1], match.end(), self._arguments)
             return True
@@ -175,7 +175,7 @@ class ToolCallParser:
         return self._object.is_complete
 
     def _tail(self, _: list, is_last: bool) -> bool:
-        """The end of a call, which some models leave out, and which may be cut off."""
+        """Read the end of a call, which some models omit, and which may be cut off."""
         match = _TAIL.match(self._rest)
         rest = self._rest[match.end() :]
         if not match[1] and END.startswith(rest):
@@ -187,19 +187,19 @@ class ToolCallParser:
 
 
 class _ObjectScanner:
-    """Finds the end of a JSON object that comes in pieces, and makes JSON of what models write in its place.
+    """Finds the end of a JSON object that arrives in pieces, and repairs models' deviations from JSON.
 
-    Line breaks and other control characters in strings are escaped. Python's True, False and None are written as in
-    JSON, and NaN and Infinity become null, as in JavaScript. All else stays as it is.
+    Line breaks and other control characters in strings are escaped. Python's True, False and None are converted to
+    JSON; NaN and Infinity become null, as in JavaScript. All other text is unchanged.
     """
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._word = ""  # a number or a constant, as far as it has come, or its beginning that is made already
+        self._word = ""  # the start of a number or a constant; already output if too long for a constant
         self.is_complete = False
 
     def feed(self, text: str, is_last: bool = False) -> tuple[str, int]:
-        """JSON, and how many of the characters belong to the object."""
+        """Return JSON, and how many of the characters belong to the object."""
         made = []
         for i, char in enumerate(text):
             if self._in_string:
@@ -208,7 +208,7 @@ class _ObjectScanner:
                 self._in_string = char != '"' or self._is_escaped
                 self._is_escaped = char == "\\" and not self._is_escaped
             elif char.isalnum() or char in "+-.":
-                if len(self._word) > _LONGEST:  # no constant
+                if len(self._word) > _LONGEST:  # too long for a constant
                     made.append(char)
                     continue
                 self._word += char
@@ -231,7 +231,7 @@ class _ObjectScanner:
 
 
 def _read_call(text: str) -> FunctionCall | None:
-    """The call that an object is; None if it is no call. A call without arguments may leave them out."""
+    """Parse an object as a call; return None if it is not a call. A call may omit empty arguments."""
     members, at = {}, 0
     try:
         while match := _MEMBER.match(text, at):
@@ -251,7 +251,7 @@ def _read_call(text: str) -> FunctionCall | None:
 
 
 def _object_within(string: str) -> str:
-    """The JSON object that a JSON string has, as models write arguments now and then; else the string as it is."""
+    """Return the JSON object in a JSON string, as models sometimes write arguments; else the string unchanged."""
     text = with_whole_characters(json.loads(string)).strip()
     made, size = _ObjectScanner().feed(text)
     with suppress(ValueError):
@@ -261,7 +261,7 @@ def _object_within(string: str) -> str:
 
 
 def _num_settled(text: str) -> int:
-    """Length of the text without what may be the beginning of a call, and white space before it."""
+    """Return the length of the text before a possible beginning of a call and the white space before it."""
     sizes = range(min(len(START) - 1, len(text)), 0, -1)
     begun = next((size for size in sizes if START.startswith(text[-size:])), 0)
     return len(text[: len(text) - begun].rstrip())

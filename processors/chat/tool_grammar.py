@@ -1,4 +1,4 @@
-"""Grammars of completions that call functions, in llguidance's variant of Lark, for `SamplingParams.structured`."""
+"""Grammars of completions with function calls, in llguidance's variant of Lark, for `SamplingParams.structured`."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from mmvllm.processors.chat.tool_calls import END, START
 from mmvllm.structured.params import UnambiguousGrammar
 from mmvllm.structured.schema_keywords import enforceable
 
-# As `json.dumps` writes JSON, which is how prompts show calls. A \u escape could spell the name of a property.
+# The format of `json.dumps`, in which prompts show calls. \u escapes are excluded: one could spell a property's name.
 STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -16,28 +16,28 @@ STYLE = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 
-# The keywords of a schema of a function without parameters: where these are not given, there are none, as in OpenAI's
-# API, although to JSON schemas any would do.
+# A schema with only these keywords, and without properties, allows no parameters, as in OpenAI's API. In JSON Schema it
+# would allow any parameters.
 _OF_NO_PARAMETERS = {"$schema", "title", "description", "type", "properties", "required"}
 
 
 def tool_call_grammar(tools: Sequence[dict], tokenizer: Any, parallel: bool = True) -> str:
-    """The grammar of one or, if `parallel`, several calls of `tools`, which are as in a request, and nothing else."""
+    """Return the grammar of one call of `tools` (in a request's format), or several if `parallel`, and nothing else."""
     return _grammar([f"start: {_calls(tokenizer, parallel)}"], tools, tokenizer)
 
 
 def free_text_grammar(tools: Sequence[dict], tokenizer: Any) -> str:
-    """The grammar of any text in which whatever follows <tool_call> is a call of `tools`."""
+    """Return the grammar of any text in which every <tool_call> is followed by a call of `tools`."""
     start, _ = _marks(tokenizer)
     if _is_token(START, tokenizer):
         return _grammar([f"start: (text {start} call)* text", _text_rules(tokenizer)], tools, tokenizer)
-    # A lazy lexeme ends where it first matches: with the mark, text becomes a call.
+    # A lazy lexeme ends at its first match, so the mark ends the text and begins a call.
     rules = ["start: (begun call)* TEXT", f"begun[lazy]: TEXT {start}", r"TEXT: /(.|\n)*/"]
     return _grammar(rules, tools, tokenizer)
 
 
 def calls_or_json_grammar(tools: Sequence[dict], tokenizer: Any, schema: dict[str, Any], parallel: bool = True) -> str:
-    """The grammar of calls of `tools`, or else of JSON that fits a schema."""
+    """Return the grammar of either calls of `tools` or JSON that fits a schema."""
     rules = [
         f"start: answer | {_calls(tokenizer, parallel)}",
         f"answer: %json {json.dumps({**schema, 'x-guidance': STYLE})}",
@@ -68,12 +68,12 @@ def _rule(name: str, function: dict[str, Any]) -> str:
 
 
 def _marks(tokenizer: Any) -> list[str]:
-    """The marks around a call: tokens, where the tokenizer has them, or strings."""
+    """Return the marks around a call: tokens if the tokenizer has them, otherwise strings."""
     return [mark if _is_token(mark, tokenizer) else json.dumps(mark) for mark in (START, END)]
 
 
 def _text_rules(tokenizer: Any) -> str:
-    """Text without the mark, and other markup such as <think>, which is no text to llguidance where it is a token."""
+    """Return rules for text without the mark; they list markup such as <think>, since llguidance text has no tokens."""
     added = tokenizer.added_tokens_decoder.items()
     markup = sorted(i for i, token in added if not token.special and token.content not in (START, END))
     rules = ["text: TEXT? (markup TEXT?)*", f"markup: <[{','.join(map(str, markup))}]>"] if markup else ["text: TEXT?"]

@@ -1,7 +1,7 @@
-"""Tools of a request: the functions that the model may call, and what they and their calls become in a prompt.
+"""Check a request's tools, which are functions that the model may call, and put tools and calls into prompts.
 
-Templates without tools, such as Qwen2-VL's and Qwen2.5-VL's, are given the text that the templates
-of Qwen2.5 and Qwen3 write: the Hermes format, functions within <tools> and calls within <tool_call>.
+For templates without tools, such as Qwen2-VL's and Qwen2.5-VL's, tools are converted to the text that the templates of
+Qwen2.5 and Qwen3 write: the Hermes format, with functions within <tools> and calls within <tool_call>.
 """
 
 import json
@@ -32,7 +32,7 @@ INTRODUCTION = (
 
 
 def check_tools(tools: Any) -> list[dict]:
-    """A copy of `tools`, functions as OpenAI's API has them; [] for None. Raises RequestError that names the field."""
+    """Return a copy of `tools` in the format of OpenAI's API; [] for None. Raises RequestError that names the field."""
     if tools is None:
         return []
     if not isinstance(tools, list | tuple):
@@ -45,14 +45,14 @@ def check_tools(tools: Any) -> list[dict]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise RequestError for two functions with one name."""
+    """Raise RequestError for two functions with the same name."""
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise _error(f"tools[{i}].function.name", f"is {name!r}, as that of another function")
+            raise _error(f"tools[{i}].function.name", f"must be unique, got {name!r} as in another function")
 
 
 def check_parameters(schema: Any, param: str = "parameters") -> dict:
-    """A copy of a function's JSON schema; raises RequestError if it cannot be that of an object."""
+    """Return a copy of a function's JSON schema; raises RequestError if it does not describe an object."""
     if not isinstance(schema, Mapping) or not all(isinstance(key, str) for key in schema):
         raise _error(param, f"must be a JSON schema, an object, got {type(schema).__name__}")
     schema = without_nulls(json_object_copy(schema, lambda reason: _error(param, reason)))
@@ -60,14 +60,14 @@ def check_parameters(schema: Any, param: str = "parameters") -> dict:
         raise _error(param, f"must have the type 'object', got {schema['type']!r:.50}")
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not all(isinstance(item, Mapping | bool) for item in properties.values()):
-        raise _error(param, "has 'properties' that are not an object of JSON schemas")
+        raise _error(param, "must have an object of JSON schemas as 'properties'")
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
-        raise _error(param, "has 'required' that is not a list of names")
+        raise _error(param, "must have a list of names as 'required'")
     return schema
 
 
 def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
-    """The calls of a message of the assistant, with arguments as objects; raises RequestError that names the field.
+    """Return the calls of an assistant message, with arguments as objects; raises RequestError that names the field.
 
     Arguments that are not a JSON object are replaced by an empty one.
     """
@@ -78,12 +78,12 @@ def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
 
 
 def arguments_as_text(given: Any) -> str:
-    """The arguments of an earlier call as text; a string stays, which may take long to read."""
+    """Return the arguments of an earlier call as text; a string is not parsed, which could take long."""
     return given if isinstance(given, str) else _json(_arguments_of_history(given))
 
 
 def for_template(messages: list[dict], tools: list[dict], reads_tools: bool) -> tuple[list[dict], dict[str, Any]]:
-    """Messages, and the arguments that bring tools, as a template takes them that has a place for tools, or none."""
+    """Return messages and arguments for a template; unless it reads tools, messages contain the tools as text."""
     if reads_tools:
         return messages, {"tools": tools} if tools else {}
     if not tools and not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
@@ -117,9 +117,9 @@ def _checked_call(call: Any, place: str) -> dict:
 
 
 def _arguments_of_history(given: Any) -> dict:
-    """The arguments of an earlier call, as an object; an empty one where there are none, or where they are not JSON.
+    """Return the arguments of an earlier call as an object, which is empty if they are missing or not a JSON object.
 
-    A model may have written anything, and a client that cannot change the history must be able to go on.
+    A model may have written anything, and a client that cannot change the history must be able to continue.
     """
     if given is None or given == "":
         return {}
@@ -137,7 +137,7 @@ def _warn(message: str) -> None:
 
 
 def _in_hermes_format(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """Messages of the roles system, user and assistant that have tools, calls and results as text."""
+    """Convert tools, calls and results to text in messages of the roles system, user and assistant."""
     made: list[dict] = []
     for i, message in enumerate(messages):
         content = message["content"]
@@ -165,7 +165,7 @@ def _call_text(call: dict) -> str:
 
 
 def _joined(*contents: str | list[dict]) -> str | list[dict]:
-    """Contents after each other: a string if all of them are, else parts."""
+    """Concatenate contents to a string if all of them are strings, otherwise to a list of parts."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)
     parts = ([{"type": "text", "text": one}] if isinstance(one, str) else one for one in contents if one)

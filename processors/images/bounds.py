@@ -1,11 +1,11 @@
-"""The smallest and largest number of pixels of a resized image; without torch, so that settings are checked fast."""
+"""Bounds on the number of pixels of a resized image; does not import torch, so settings are checked fast."""
 
 from mmvllm.errors import ParameterError, RequestError
 from mmvllm.processors.images.load import MAX_SOURCE_PIXELS
 
 
 def pixel_bounds(min_pixels: int | None, max_pixels: int | None, default_min: int, default_max: int) -> tuple[int, int]:
-    """The (min, max) to resize with; a bound given alone moves the other's default where they would cross."""
+    """Return the (min, max) to resize with; a single given bound moves the other's default if they would cross."""
     low = min_pixels or min(default_min, max_pixels or default_min)
     high = max_pixels or max(default_max, low)
     check_bounds(low, high)

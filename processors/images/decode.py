@@ -1,4 +1,4 @@
-"""Encoded images and PIL images -> upright 8-bit RGB, within a budget of memory; every failure is an ImageError."""
+"""Decode encoded images and PIL images to upright 8-bit RGB within a memory budget; every failure is an ImageError."""
 
 import io
 import re
@@ -15,20 +15,19 @@ from mmvllm.processors.images.scan import RefusedImage, check_opened, embedded_s
 
 Reserve = Callable[[int], AbstractContextManager]
 
-MAX_SIDE = 500_000  # pixels: each row takes 12 bytes more in each copy, whatever its width
+MAX_SIDE = 500_000  # pixels; each row takes 12 extra bytes in each copy, whatever its width
 _ICONS = (b"\0\0\1\0", b"icns")
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
 
 _VIDEO = re.compile(rb"....ftyp|\x1aE\xdf\xa3|RIFF....AVI ", re.DOTALL)  # MP4 and MOV, Matroska and WebM, AVI
 
-# Bytes per pixel, measured as the growth of the resident size by images of 4000x4000 pixels: of the modes that do not
-# have four (RGB has an unused one); of the new RGB image, and of the arrays that 16 and 32 bits take; and of what a
-# format's decoder holds beside the image that it fills. Estimates are from 1 % below to 2.4 times what was measured:
-# HEIF and AVIF have slack on purpose.
+# Bytes per pixel, measured as the growth of the resident size by images of 4000x4000 pixels: modes without four bytes
+# (RGB has an unused one); the new RGB image, with the arrays for 16 and 32 bits; and the buffers of a format's decoder
+# beside the image. Estimates are from 1 % below to 2.4 times the measured size: HEIF and AVIF have slack on purpose.
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
 _RGB_BYTES = {"I;16": 5, "I;16B": 5, "I;16L": 5, "I;16N": 5, "I": 9, "F": 9}
 _DECODER_BYTES = {"WEBP": 8, "AVIF": 8, "HEIF": 8, "JPEG2000": 12, "FITS": 40}
-_PROGRESSIVE_BYTES = 6  # the coefficients, of the whole image even if a draft is decoded
+_PROGRESSIVE_BYTES = 6  # coefficients of the whole image, even for a draft
 
 
 def decode(
@@ -39,7 +38,7 @@ def decode(
     formats: Collection[str] | None = None,
     draft: Draft | None = None,
 ) -> Image.Image:
-    """A new upright RGB image; raises ImageError, which holds nothing of the image and no other exception."""
+    """Return a new upright RGB image; raises ImageError, which references neither image data nor other exceptions."""
     try:
         if isinstance(source, bytes):
             return _decode_bytes(source, max_pixels, reserve, readable_formats(formats), draft)
@@ -48,17 +47,17 @@ def decode(
         reason = _unidentified(source, formats)
     except Exception as error:  # Pillow's readers raise any exception for a damaged file
         reason = _reason(error)
-    raise ImageError(name, reason)  # here, where the exception above and the frames that it holds are gone
+    raise ImageError(name, reason)  # raised here, after the exception above and its frames are gone
 
 
 def readable_formats(names: Collection[str] | None = None) -> list[str]:
-    """Pillow's names of the formats that can be read here, only those among `names` if given."""
+    """Return Pillow's names of the formats that this installation reads, restricted to `names` if given."""
     return _formats() if names is None else [name for name in names if name in _formats()]
 
 
 @cache
 def _formats() -> list[str]:
-    """All formats that Pillow reads, except EPS, for which it would run Ghostscript on the file; HEIF if installed."""
+    """Return all formats that Pillow reads, with HEIF if installed, and without EPS, which would run Ghostscript."""
     Image.init()
     try:
         from pillow_heif import register_heif_opener
@@ -83,7 +82,7 @@ def _decode_bytes(
         if draft is not None:
             draft.apply(image)
         num_bytes = decoding_bytes(image, _area(image.size), num_encoded_pixels)
-        with reserve(num_bytes), closing(image):  # closed before others may use its bytes
+        with reserve(num_bytes), closing(image):  # closed before its bytes are released
             upright = _pixels(image, num_bytes, is_own=True)
             if draft is None:
                 return upright
@@ -91,7 +90,7 @@ def _decode_bytes(
 
 
 def _decode_icon(data: bytes, max_pixels: int, reserve: Reserve, formats: list[str]) -> Image.Image:
-    """Pillow decodes an ICO when it opens it, and icons in the size of the image inside, whatever their header says."""
+    """Decode an icon in the size of its embedded image: Pillow ignores the header, and decodes an ICO on opening."""
     size = embedded_size(data)
     _check_size(size, max_pixels)
     num_bytes = 12 * _area(size)
@@ -107,7 +106,7 @@ def _decode_image(image: Image.Image, max_pixels: int, reserve: Reserve) -> Imag
 
 
 def decoding_bytes(image: Image.Image, num_pixels: int, num_encoded_pixels: int) -> int:
-    """Upper estimate of the memory that decoding an opened image to RGB takes at once, in bytes.
+    """Return an upper estimate of the peak memory for decoding an opened image to RGB, in bytes.
 
     Args:
         num_pixels: pixels that are decoded, fewer than `num_encoded_pixels` with a draft.
@@ -124,7 +123,7 @@ def _pixels(image: Image.Image, num_bytes: int, is_own: bool = False) -> Image.I
     try:
         image.load()
         upright = upright_rgb(image, is_own)
-        return with_source_size(upright, upright.size)  # what a file's own text says of it is not believed
+        return with_source_size(upright, upright.size)  # do not trust the size in the file's metadata
     except MemoryError:
         size, num_mb = f"{image.width}x{image.height} pixels", max(1, round(num_bytes / 1e6))
     raise MemoryError(f"{size} need about {num_mb:,} MB")
@@ -162,7 +161,7 @@ def _reason(error: Exception) -> str:
         return f"too large to decode ({error}); shrink it first"
     if isinstance(error, MemoryError):
         return f"not enough memory to decode it{f': {error}' if str(error) else ''}; shrink it first"
-    # Of the exceptions that are no sentences, such as KeyError and RecursionError, the type tells more than the text.
+    # The text of other exceptions, such as KeyError and RecursionError, is no sentence; their type says more.
     is_sentence = str(error) and isinstance(error, OSError | SyntaxError | ValueError | EOFError)
     detail = error if is_sentence else ": ".join(filter(None, (type(error).__name__, str(error))))
     return f"cannot be decoded, damaged or truncated ({detail})"

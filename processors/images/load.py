@@ -25,14 +25,14 @@ from mmvllm.processors.images.decode import Reserve, decode
 from mmvllm.processors.images.draft import Draft
 from mmvllm.utils.text import with_article
 
-# Larger images are refused before they are decoded. It is Pillow's own limit, which callers may have changed there.
+# Larger images are refused before they are decoded. This is Pillow's default, which callers may change in Pillow.
 MAX_SOURCE_PIXELS = 178_956_970
 MAX_FILE_BYTES = 1024 * 1024 * 1024
 MAX_DOWNLOAD_BYTES = 64 * 1024 * 1024
 MAX_ESCAPED = 1_000_000  # characters of a data URI without base64, which take up to 80 times as much memory
-MAX_SHORT_NAME = 100  # characters; what is longer and looks like base64 may be meant as such
+MAX_SHORT_NAME = 100  # characters; a longer path that looks like base64 may be base64
 
-# Of clients that escape the whole URI. They are replaced one by one: `unquote_to_bytes` takes up to 80 times the size.
+# For clients that escape the whole URI. They are replaced one by one: `unquote_to_bytes` takes up to 80 times the size.
 _ESCAPES = {
     escape: chr(int(escape[1:], 16))
     for code in ("%2B", "%2F", "%3D", "%0A", "%0D", "%20")
@@ -40,7 +40,7 @@ _ESCAPES = {
 }
 _BASE64 = re.compile(r"[0-9A-Za-z+/_\s-]+={0,2}")
 _WHITESPACE = string.whitespace.encode()
-_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")  # of the alphabet for URLs
+_STANDARD_BASE64 = bytes.maketrans(b"-_", b"+/")  # from the URL-safe alphabet
 
 # A lazily opened PIL image or a file object that several requests share must not be read by two threads at once.
 _SHARED = threading.Lock()
@@ -56,23 +56,23 @@ def load_image(
 ) -> Image.Image:
     """Load an image as a new upright 8-bit RGB image.
 
-    EXIF rotation is applied, and transparency is laid over white (as qwen-vl-utils does). Images with 16 or 32 bits per
-    channel are scaled to 8 bits, where transformers clips them. Of an animation the first frame is taken (of a PIL
-    image its current frame).
+    EXIF rotation is applied, and transparency is blended with white (as in qwen-vl-utils). Images with 16 or 32 bits
+    per channel are scaled to 8 bits, whereas transformers clips them. An animation yields its first frame, and a PIL
+    image its current frame.
 
     Args:
         source: a PIL image; a path; encoded bytes or a binary file object; a file:// or http(s):// URL or a data URI;
             a numpy array or torch tensor of uint8 with shape (height, width, 3), (height, width, 4) with alpha, or
-            (height, width) in grey.
+            (height, width) in gray.
         draft: decode a JPEG at a reduced scale, which is faster and gives other pixel values.
         max_source_pixels: an image with more pixels is refused before it is decoded (default: MAX_SOURCE_PIXELS).
         formats: Pillow's names of the accepted formats of encoded images (default: all that Pillow reads without
             external programs).
-        reserve: called with the bytes that decoding takes, before it begins; returns a context manager that waits until
-            there is room for them. By default images of the whole process share `DECODING`.
+        reserve: called before decoding with the bytes that it takes; returns a context manager that waits until there
+            is room for them. By default, the whole process shares `DECODING`.
         check: called with an encoded image before it is decoded.
 
-    Raises ImageError, a ValueError, which holds no decoded image and no other exception, or what `check` raises.
+    Raises ImageError, a ValueError that references no decoded image and no other exception, or an error of `check`.
     """
     try:
         return _load(source, draft, max_source_pixels, formats, reserve, check)
@@ -80,7 +80,7 @@ def load_image(
         failure = without_frames(error)
     try:
         raise failure
-    finally:  # the frame of the traceback refers neither to the encoded image nor, in a cycle, to its error
+    finally:  # the traceback's frame must reference neither the encoded image nor, in a cycle, the error
         del source, failure
 
 
@@ -96,7 +96,7 @@ def _load(
     if isinstance(source, Image.Image):
         name = "the PIL image"
         with _SHARED:
-            image = decode(source, name, max_pixels, reserve)  # without a draft, which would stay with the image
+            image = decode(source, name, max_pixels, reserve)  # without a draft, which would change the caller's image
     elif is_array(source):
         name = "the array"
         image = decode(_from_array(source, name), name, max_pixels, reserve)
@@ -118,12 +118,12 @@ def is_array(source: Any) -> bool:
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype of an array of numpy or torch, such as "uint8"."""
+    """Return the name of the dtype of an array of numpy or torch, such as "uint8"."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def _from_array(array: Any, name: str) -> Image.Image:
-    """A PIL image of a numpy array or torch tensor; raises ImageError for another shape or dtype."""
+    """Convert a numpy array or torch tensor to a PIL image; raises ImageError for an unsupported shape or dtype."""
     shape, dtype = tuple(array.shape), dtype_name(array)
     if dtype != "uint8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,), (4,)):
         required = "uint8 of shape (height, width, 3), (height, width, 4) or (height, width)"
@@ -134,7 +134,7 @@ def _from_array(array: Any, name: str) -> Image.Image:
 
 
 def _read(source: Any) -> tuple[bytes, str]:
-    """The encoded image, and its name for error messages."""
+    """Return the encoded image, and its name for error messages."""
     if isinstance(source, bytes | bytearray | memoryview):
         return (data := bytes(source)), f"the image of {len(data)} bytes"
     if hasattr(source, "read") and hasattr(source, "seek"):
@@ -154,7 +154,7 @@ def _read(source: Any) -> tuple[bytes, str]:
 
 
 def file_url_path(url: str) -> str:
-    """Everything after the scheme is the path, including '?' and '#'; it may be relative, as in qwen-vl-utils."""
+    """Return everything after the scheme, including '?' and '#'; the path may be relative, as in qwen-vl-utils."""
     path = url[len("file:") :].removeprefix("//")
     if path.startswith("localhost/"):
         path = path.removeprefix("localhost")
@@ -162,7 +162,7 @@ def file_url_path(url: str) -> str:
 
 
 def _read_file_object(file: BinaryIO) -> bytes:
-    """All bytes of a binary file object, whatever its position."""
+    """Read all bytes of a binary file object, whatever its position."""
     name = "the file object"
     try:
         with _SHARED:
@@ -192,7 +192,7 @@ def _read_file(path: str) -> tuple[bytes, str]:
 
 @contextmanager
 def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Iterator[tuple[str, str]]:
-    """A path to a file that is no device, and the file's name for messages; failures to read it are `error_class`."""
+    """Yield the path of a regular file, and its name for messages; failures in the block become `error_class`."""
     name = f"{path:.200}" or "''"  # shortened: it may be base64 that was meant to be a data URI
     try:
         # Not Path.expanduser, which fails on a file named "~something".
@@ -212,7 +212,7 @@ def local_file(path: str, kind: str, error_class: type[MediaFileError]) -> Itera
     except OSError as error:
         raise error_class(name, f"cannot be read ({error.strerror}){_hint_of_base64(path, kind)}") from None
     except ValueError as error:  # for example a NUL in the path
-        raise error_class(name, f"is not a path ({error})") from None
+        raise error_class(name, f"is not a valid path ({error})") from None
 
 
 def _hint_of_base64(path: str, kind: str) -> str:
@@ -227,7 +227,7 @@ def _download(url: str) -> bytes:
 
 
 def decode_data_uri(uri: str, example: str = "image/png", error_class: type[MediaFileError] = ImageError) -> bytes:
-    """The bytes in a data URI; what is wrong with it is `error_class`, with its first characters and an example."""
+    """Return the bytes in a data URI; raises `error_class`, which shows the first characters of the URI."""
     header, comma, payload = uri.partition(",")
     if not comma:
         raise error_class("", f"data URI without a comma: {uri[:40]!r}; write data:{example};base64,<data>")
@@ -241,6 +241,6 @@ def decode_data_uri(uri: str, example: str = "image/png", error_class: type[Medi
         for escape, character in _ESCAPES.items():
             payload = payload.replace(escape, character)
         data = payload.encode().translate(_STANDARD_BASE64, _WHITESPACE)  # encoders insert line breaks
-        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)  # and leave the padding out
+        return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)  # and omit the padding
     except ValueError as error:
         raise error_class("", f"data URI is not valid base64 ({error}): {uri[:40]!r}") from None

@@ -1,4 +1,4 @@
-"""A decoded image of any mode -> a new upright 8-bit RGB image, with few copies of its pixels in memory at once."""
+"""Convert a decoded image of any mode to upright 8-bit RGB, with few copies of its pixels in memory at once."""
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -19,26 +19,26 @@ _UPRIGHT = {
 }
 
 
-MAX_EXIF_TEXT = 1_000_000  # characters; a block has at most 64 KiB, and its lines take thirty times their size
-_KEY = "mmvllm.orientation"  # in `Image.info` of what `upright_rgb` has turned
+MAX_EXIF_TEXT = 1_000_000  # characters; a block has at most 64 KiB, and splitting lines takes thirty times their size
+_KEY = "mmvllm.orientation"  # in `Image.info` of images that `upright_rgb` has turned
 
 
 def orientation_of(image: Image.Image) -> int:
-    """The EXIF orientation, from 1 to 8, that `upright_rgb` has undone; 1 for any other image."""
+    """Return the EXIF orientation, from 1 to 8, that `upright_rgb` has undone; 1 for any other image."""
     return image.info.get(_KEY, 1)
 
 
 def with_orientation(image: Image.Image, orientation: int) -> Image.Image:
-    """The image, marked as turned from this orientation."""
+    """Return the image, marked as turned from this EXIF orientation."""
     image.info[_KEY] = orientation
     return image
 
 
 def upright_rgb(image: Image.Image, is_own: bool = False) -> Image.Image:
-    """A new upright 8-bit RGB image of a loaded image; raises RefusedImage for a hostile EXIF block.
+    """Convert a loaded image to a new upright 8-bit RGB image; raises RefusedImage for a hostile EXIF block.
 
     Args:
-        is_own: nobody else uses the image, so that the new one may take over its pixels.
+        is_own: whether nobody else uses the image, so the new image may take over its pixels.
     """
     orientation = _orientation(image)
     method = _UPRIGHT.get(orientation)
@@ -47,12 +47,12 @@ def upright_rgb(image: Image.Image, is_own: bool = False) -> Image.Image:
         turned = _to_rgb(turned)
     elif turned is image:
         turned = image._new(image.im) if is_own else image.copy()  # what `copy` does, without copying the pixels
-    turned.info = {}  # profiles and texts of the file, of megabytes, which would be saved with it again
+    turned.info = {}  # drop the file's profiles and texts: they may be megabytes, and would be saved with the image
     return with_orientation(turned, 1 if method is None else orientation)
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """The EXIF orientation; None without one, and for a block so damaged that Pillow cannot read it."""
+    """Return the EXIF orientation; None if there is none, or if Pillow cannot read the damaged block."""
     try:
         block = image.info.get("exif")
         if block is None and isinstance(text := image.info.get("Raw profile type exif"), str):  # hexadecimal, in a PNG
@@ -64,12 +64,12 @@ def _orientation(image: Image.Image) -> int | None:
         return image.getexif().get(ExifTags.Base.Orientation)
     except RefusedImage:
         raise
-    except Exception:  # Pillow raises any exception for a damaged block, whose image may be intact
+    except Exception:  # Pillow raises any exception for a damaged block; the image may be intact
         return None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """A new 8-bit RGB image; transparency is laid over white."""
+    """Convert to a new 8-bit RGB image; transparency is blended with white."""
     if image.mode == "F" or image.mode.startswith("I"):
         return Image.fromarray(_to_8_bits(image)).convert("RGB")
     if not image.has_transparency_data:
@@ -81,9 +81,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(image: Image.Image) -> np.ndarray:
-    """Grey levels scaled to uint8; Pillow's own conversion clips them.
+    """Scale gray levels to uint8; Pillow's conversion would clip them.
 
-    32-bit and float images do not define their white level: it is 1 or 255 if no level lies above that, else 65535.
+    32-bit and float images do not define their white level. It is assumed to be 1 (floats only) or 255 if no level
+    exceeds it, and 65535 otherwise.
     """
     if image.mode.startswith("I;16"):
         return (np.asarray(image) >> 8).astype(np.uint8)

@@ -1,8 +1,8 @@
-"""RGB images -> uint8 patches: resized as the checkpoint asks, cut into patches, with a digest.
+"""Convert RGB images to uint8 patches: resize them to the checkpoint's settings, cut them, and compute digests.
 
-From the RGB image on, the result equals that of transformers' PIL image processors for the Qwen-VL models: the same
-grid, and normalised by `ImageProcessorConfig.pixel_table` the same float32 values. An image stays uint8 up to the
-device: a quarter of the bytes.
+For the same RGB image, the result equals transformers' PIL image processors for the Qwen-VL models: the same grid and,
+after normalization by `ImageProcessorConfig.pixel_table`, the same float32 values. Patches stay uint8 up to the device,
+which takes a quarter of the bytes.
 """
 
 import math
@@ -28,26 +28,26 @@ from mmvllm.utils.text import beginning_of, load_json, printable, shown
 Config = TypeVar("Config", bound="ImageProcessorConfig")
 
 MAX_ASPECT_RATIO = 200
-FRAME = "a frame"  # what errors call what is resized, if it is no image
+FRAME = "a frame"  # the noun of errors about frames of a video
 
-# qwen-vl-utils' own bounds in tokens, which apply to an image part that has its own sizes.
+# qwen-vl-utils' bounds in tokens, which apply to an image part that specifies sizes.
 PART_MIN_TOKENS = 4
 PART_MAX_TOKENS = 16384
-LOW_TOKENS = 256  # of an image whose detail is "low", at most
+LOW_TOKENS = 256  # maximum for an image whose detail is "low"
 PART_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 
-STRIP_PIXELS = 224 * 1024  # that are cut at a time; 448x448 is one strip
+STRIP_PIXELS = 224 * 1024  # cut at a time; 448x448 is one strip
 
 _SIZE_NAMES = {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}
 
-_LARGEST = 1e6  # of what pixels are normalised with
+_LARGEST = 1e6  # bound of the rescale factor, the means and the standard deviations
 # Settings with one supported value.
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": int(Image.Resampling.BICUBIC)}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageProcessorConfig:
-    """How images are resized, cut into patches and normalised for a checkpoint."""
+    """How images are resized, cut into patches and normalized for a checkpoint."""
 
     min_pixels: int
     max_pixels: int
@@ -58,7 +58,7 @@ class ImageProcessorConfig:
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
 
-    section: ClassVar[str] = "image_processor"  # of processor_config.json
+    section: ClassVar[str] = "image_processor"  # key in processor_config.json
     files: ClassVar[tuple[str, ...]] = ("preprocessor_config.json",)
 
     def __post_init__(self):
@@ -70,11 +70,11 @@ class ImageProcessorConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, defaults: Config) -> Config:
-        """Read a checkpoint's settings as transformers does; its family's `defaults` where there are none.
+        """Read a checkpoint's settings as transformers does; missing settings are the family's `defaults`.
 
-        They are in the first of `files` that there is, or (first choice) under `section` in `processor_config.json`.
-        New files keep the pixel bounds under `size`, old ones at the top, which wins where both are present. Raises
-        ValueError for damaged files, and for settings that are not supported.
+        They are under `section` in `processor_config.json`, or else in the first of `files` that exists. New files keep
+        the pixel bounds under `size`, old ones at the top level, which takes precedence. Raises ValueError for damaged
+        files and unsupported settings.
         """
         path, raw = _read_settings(Path(folder), cls.section, cls.files)
         if not isinstance(raw, dict):
@@ -84,19 +84,19 @@ class ImageProcessorConfig:
                 if raw.get(name) not in (value, None):
                     raise ValueError(f"{name} is {shown(raw[name])}, mmvllm supports only {value!r}")
             return replace(defaults, **_known_settings(cls, raw))
-        except (TypeError, ValueError, OverflowError) as error:  # the last of integers that are no float
+        except (TypeError, ValueError, OverflowError) as error:  # integers beyond the range of floats
             raise ValueError(f"{path}: {beginning_of(printable(str(error)), 1000)}") from error
 
     @property
     def factor(self) -> int:
-        """Sides of a resized image are multiples of this many pixels: one merged token."""
+        """Pixels per side of a merged token; the sides of a resized image are multiples of it."""
         return self.patch_size * self.merge_size
 
     def pixel_table(self) -> torch.Tensor:
-        """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding.
+        """Return the normalized value of each level of each channel, (C, 256) float32, with transformers' rounding.
 
-        transformers rescales in float64, rounds to float32 and normalises there; any other order of operations is off
-        by many ulps where a value lies near the mean.
+        transformers rescales in float64, rounds to float32 and normalizes; any other order of operations is off by many
+        ulps for values near the mean.
         """
         levels = (torch.arange(256, dtype=torch.float64) * self.rescale_factor).float()
         mean, std = (torch.tensor(x, dtype=torch.float32) for x in (self.image_mean, self.image_std))
@@ -105,10 +105,10 @@ class ImageProcessorConfig:
     def resized(
         self, height: int, width: int, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> tuple[int, int]:
-        """The (height, width) that an image is resized to; the bounds, where given, replace the checkpoint's.
+        """Return the (height, width) that an image is resized to; given bounds replace the checkpoint's.
 
-        A `max_pixels` below the checkpoint's `min_pixels` is never exceeded: there the rule of transformers, which
-        rounds up, does not hold. Raises ValueError for bounds that cannot be met.
+        A `max_pixels` below the checkpoint's `min_pixels` is never exceeded, whereas transformers rounds up. Raises
+        ValueError for bounds that cannot be met.
         """
         low, high = pixel_bounds(min_pixels, max_pixels, self.min_pixels, self.max_pixels)
         size = smart_resize(height, width, self.factor, low, high)
@@ -121,7 +121,7 @@ def normalized_levels(levels: torch.Tensor, mean: torch.Tensor, std: torch.Tenso
 
 
 def _read_settings(folder: Path, section: str, files: Sequence[str]) -> tuple[Path, Any]:
-    """The file with the settings, and its settings; {} where there is none."""
+    """Return the path of the settings file, and its settings; {} if the file does not exist."""
     path = folder / "processor_config.json"
     processor = _read_json(path)
     if isinstance(processor, dict) and section in processor:
@@ -140,7 +140,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _known_settings(config_class: type, raw: dict) -> dict[str, Any]:
-    """Those that the class has, in either layout; null means the default."""
+    """Return the settings that are fields of the class, from either layout; null means the default."""
     found = {one.name: raw[one.name] for one in fields(config_class) if raw.get(one.name) is not None}
     size = raw.get("size") or {}
     if not isinstance(size, dict) or any(size[name] is not None for name in size.keys() - _SIZE_NAMES):
@@ -169,11 +169,11 @@ def smart_resize(
     min_side: int = 0,
     noun: str = "image",
 ) -> tuple[int, int]:
-    """Nearest (height, width) in multiples of `factor` with about the same aspect ratio and min <= area <= max.
+    """Return the nearest (height, width) in multiples of `factor`, with a similar aspect ratio and min <= area <= max.
 
-    The rule, rounding included, is that of transformers. There a side below factor / 2 rounds to 0, so that the image
-    is made larger; `min_side=factor` is the rule of qwen-vl-utils, which rounds such a side up. An image too thin for
-    `max_pixels` stays one factor thick. Raises RequestError, which calls it `noun`, for an aspect ratio above 200.
+    Rounding follows transformers, where a side below factor / 2 rounds to 0 and the image is thus enlarged. With
+    `min_side=factor`, such a side is rounded up, as in qwen-vl-utils. An image too thin for `max_pixels` stays one
+    factor thick. Raises RequestError, which calls the image `noun`, for an aspect ratio above 200.
     """
     check_aspect_ratio(height, width, noun)
     h_bar, w_bar = (max(min_side, round(side / factor) * factor) for side in (height, width))
@@ -210,11 +210,11 @@ def _shrink(size: tuple[int, int], factor: int, max_pixels: int) -> tuple[int, i
 
 
 def resize_for_part(image: Image.Image, part: dict, factor: int) -> Image.Image:
-    """Apply the sizes an image part carries, with the meaning they have in qwen-vl-utils' `fetch_image`.
+    """Resize an image to the sizes of its message part, which mean the same as in qwen-vl-utils' `fetch_image`.
 
-    `resized_height` with `resized_width` ask for that size (one alone is ignored), `min_pixels` and `max_pixels` bound
-    the area, as does `detail` "low", which is OpenAI's. The image processor's own bounds apply afterwards, as they do
-    when qwen-vl-utils feeds transformers' processor.
+    `resized_height` and `resized_width` together set the size (one alone is ignored). `min_pixels` and `max_pixels`
+    bound the area, as does OpenAI's `detail` "low". The image processor's bounds apply afterwards, as when
+    qwen-vl-utils is used with transformers' processor.
     """
     if not any(part.get(key) for key in (*PART_SIZES, "detail")):
         return image
@@ -236,7 +236,7 @@ def _most_pixels(part: dict, factor: int) -> int | None:
 def draft_for(
     config: ImageProcessorConfig, part: dict, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> Draft | None:
-    """How small a JPEG may be decoded for an image part and a request's bounds; None for a part with its own size."""
+    """Return the draft for a JPEG, from an image part and a request's bounds; None for a part that sets its size."""
     if part.get("resized_height") and part.get("resized_width"):
         return None
     _, high = pixel_bounds(min_pixels, max_pixels, config.min_pixels, config.max_pixels)
@@ -258,13 +258,13 @@ class SourceGeometry(NamedTuple):
         return cls(*source_size(image), orientation_of(image))
 
     def resized_to(self, grid: Grid, patch_size: int) -> ImageGeometry:
-        """With the size of what the model sees, a grid of patches."""
+        """Return the geometry of the image after resizing it to a grid of patches."""
         _, h, w = grid
         return ImageGeometry(self.width, self.height, w * patch_size, h * patch_size, self.orientation)
 
 
 class ImageProcessor:
-    """RGB image -> `MultiModalInput`, with the settings of a checkpoint."""
+    """Converts RGB images to `MultiModalInput` with the settings of a checkpoint."""
 
     def __init__(self, config: ImageProcessorConfig):
         self.config = config
@@ -287,10 +287,10 @@ class ImageProcessor:
 
 
 def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int) -> np.ndarray:
-    """RGB image -> (h * w, 3 * frames * patch_size**2) uint8, as `patchify` of equal frames.
+    """Cut an RGB image into patches (h * w, 3 * frames * patch_size**2) uint8, like `patchify` with equal frames.
 
-    Strips of an image are cut one after the other, so that what lies between the image and its patches stays in the
-    CPU's cache. A row of a patch is contiguous in the bytes of a channel, and copied as one element.
+    The image is cut strip by strip, so intermediate data stays in the CPU's cache. A row of a patch is contiguous in
+    the bytes of a channel, and is copied as one element.
     """
     width, height = image.size
     p, m = patch_size, merge_size
@@ -304,15 +304,15 @@ def patches_of(image: Image.Image, patch_size: int, merge_size: int, frames: int
         for channel, name in enumerate("RGB"):
             levels = np.frombuffer(strip.tobytes("raw", name), f"V{p}").reshape(-1, m, p, columns, m)
             runs[top : top + step, ..., channel, 0, :] = levels.transpose(0, 3, 1, 4, 2)
-        for frame in range(1, frames):  # np.repeat would hold the interpreter lock
+        for frame in range(1, frames):  # np.repeat would hold the GIL
             squares[top : top + step, :, frame] = squares[top : top + step, :, 0]
     return patches.reshape(rows * columns * m * m, -1)
 
 
 def patchify(pixels: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """(t, frames, height, width, C) uint8 -> (t, h * w, C * frames * patch_size**2), patches in merge order.
+    """Cut (t, frames, height, width, C) uint8 into patches (t, h * w, C * frames * patch_size**2) in merge order.
 
-    The merge_size**2 patches that become one token follow each other; tokens go row by row.
+    The merge_size**2 patches of a token are consecutive; tokens are ordered row by row.
     """
     t, frames, height, width, channels = pixels.shape
     p, m = patch_size, merge_size

@@ -1,9 +1,9 @@
-"""Cheap scans of encoded images, which refuse those that take Pillow far more time or memory than their size suggests.
+"""Scan encoded images cheaply, and refuse images that take Pillow far more time or memory than their size suggests.
 
 A progressive JPEG is decoded once per scan. The EXIF segments of a JPEG and the comments of a GIF are concatenated one
-by one. Every chunk of a PNG runs Python code, and may hold a compressed colour profile. Entries of an EXIF block may
-all refer to the same bytes, each copied. Whatever a scan cannot follow is left to Pillow, which refuses it. Scanning
-an ordinary JPEG of 5 MB takes 0.9 ms on a CPU core, decoding it more than a hundred times as long.
+by one. Every chunk of a PNG runs Python code, and may hold a compressed color profile. The entries of an EXIF block may
+all refer to the same bytes, which are copied for each. Pillow refuses files that a scan cannot parse. Scanning an
+ordinary JPEG of 5 MB takes 0.9 ms on a CPU core, decoding it more than a hundred times as long.
 """
 
 import re
@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
-# A progressive JPEG is decoded once per scan, and a scan may have a few bytes. libjpeg's own script for colour has 10
-# scans; mozjpeg, jpegli and cameras use fewer than 20; no encoder has a reason for more than about 60.
+# A progressive JPEG is decoded once per scan, and a scan may have only a few bytes. libjpeg's default script for color
+# has 10 scans; mozjpeg, jpegli and cameras use fewer than 20; no encoder has a reason for more than about 60.
 MAX_JPEG_SCANS = 100
 MAX_JPEG_SEGMENTS = 1024  # before the first scan; a profile takes up to 255, XMP with a depth map about 200
 MAX_FILL_BYTES = 64 * 1024  # between those segments, and between the blocks of a GIF: Pillow reads them one by one
@@ -25,8 +25,8 @@ MAX_PNG_CHUNKS = 10_000  # and one more per KiB of the file
 MAX_PNG_TEXT_BYTES = 16 * 1024 * 1024  # of all texts; one with an emoji takes four times its size
 MAX_PNG_INFLATED = 16  # compressed profiles and texts, each of which may inflate to 1 MiB
 MAX_EXIF_PREFIXES = 8
-MAX_PIECES = 16  # in which a file is read while it is decoded, unless they would be very small
-MAX_FAX_ROWS = 100_000  # libtiff writes a line to the terminal for each that is damaged
+MAX_PIECES = 16  # per file that is decoded, unless the pieces would be very small
+MAX_FAX_ROWS = 100_000  # libtiff prints a line to the terminal for each damaged row
 MAX_TIFF_RATIONALS = 10_000  # in one entry; each becomes a Python object of several hundred bytes
 MAX_TIFF_VALUES = 200_000  # in one entry that is no block of bytes: Pillow makes each a Python object
 
@@ -41,19 +41,19 @@ _BITMAP_SIZE = re.compile(rb"\x28\0\0\0(.{8})\x01\0", re.DOTALL)
 TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II\0*", b"MM*\0", b"II+\0", b"MM\0+")  # Pillow accepts the swapped ones, too
 _TIFF_UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8)  # bytes of a value of each type
 _TIFF_RATIONALS = (5, 10)
-_TIFF_BLOCKS = (1, 2, 6, 7)  # of bytes
-_TIFF_OFFSETS = (273, 324)  # tags: of strips and of tiles, of any type
+_TIFF_BLOCKS = (1, 2, 6, 7)  # types of byte blocks
+_TIFF_OFFSETS = (273, 324)  # tags of strip and tile offsets, which may have any type
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
-_PNM = re.compile(rb"P[0-6fy]")  # with those that only Pillow knows
-# Bits, and numbers that need no scaling: Pillow reads others in Python, and comments one by one.
+_PNM = re.compile(rb"P[0-6fy]")  # including types that only Pillow knows
+# Bits, and numbers that need no scaling: Pillow reads other numbers, and comments, in Python.
 _FAST_PNM = re.compile(rb"P4\s\d+\s\d+\s|P[56]\s\d+\s\d+\s255\s|P5\s\d+\s\d+\s65535\s")
 _BITMAP_HEADER_SIZES = (40, 52, 56, 64, 108, 124)  # of bitmaps that may be compressed
 
 
 class RefusedImage(ValueError):
-    """An image that is refused before it is decoded; the text follows the image's name."""
+    """An image is refused before it is decoded; in messages, the text follows the image's name."""
 
 
 def scan(data: bytes) -> None:
@@ -69,12 +69,12 @@ def scan(data: bytes) -> None:
 
 
 def needs_limits(data: bytes) -> bool:
-    """Whether a process with limits must decode an image: its size in pixels bounds neither memory nor time.
+    """Return whether an image must be decoded in a process with limits: its pixels bound neither memory nor time.
 
-    This applies to JPEG 2000 of many tiles, TIFF whose tiles are larger than the image or whose strips all refer to the
-    same bytes, HEIF and AVIF whose frames are larger than declared or whose metadata is copied when it is opened,
-    lossless WebP, which may have large Huffman tables for every block, bitmaps with jumps in their run lengths, and
-    what Pillow decodes in Python: QOI, and PNM of text or of unusual levels.
+    This applies to JPEG 2000 with many tiles, TIFF whose tiles are larger than the image or whose strips all refer to
+    the same bytes, HEIF and AVIF whose frames are larger than declared or whose metadata is copied on opening, lossless
+    WebP, which may have large Huffman tables for every block, bitmaps with jumps in their run lengths, and formats that
+    Pillow decodes in Python: QOI, and PNM with text or unusual levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
     is_large = data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
@@ -82,7 +82,7 @@ def needs_limits(data: bytes) -> bool:
 
 
 def _is_lossless_webp(data: bytes) -> bool:
-    """Whether a WebP image may be lossless, or have an alpha channel that is."""
+    """Return whether a WebP image may be lossless, or may have a lossless alpha channel."""
     return data[8:12] == b"WEBP" and (b"VP8L" in data or b"ALPH" in data)
 
 
@@ -102,9 +102,9 @@ def check_opened(image: Image.Image) -> None:
 
 
 def read_in_few_pieces(image: ImageFile, num_bytes: int) -> None:
-    """Have the decoder of an opened image get its bytes in large pieces.
+    """Make the decoder of an opened image receive its bytes in large pieces.
 
-    Pillow copies what a decoder leaves of a piece and the next one together: small ones may take quadratic time.
+    Pillow joins the unread rest of a piece with the next one by copying: small pieces may take quadratic time.
     """
     image.decodermaxblock = max(image.decodermaxblock, num_bytes // MAX_PIECES)
 
@@ -112,15 +112,15 @@ def read_in_few_pieces(image: ImageFile, num_bytes: int) -> None:
 def scan_exif(block: bytes) -> None:
     """Raise RefusedImage for an EXIF block that takes far more memory than its size when it is read."""
     prefixes = _EXIF_PREFIXES.match(block).end()
-    if prefixes > MAX_EXIF_PREFIXES * len(b"Exif\0\0"):  # each of which is removed by copying the rest
+    if prefixes > MAX_EXIF_PREFIXES * len(b"Exif\0\0"):  # removing one copies the rest
         raise RefusedImage(f"has an EXIF block that begins {prefixes // 6:,} times")
     _scan_directory(block[prefixes:], "an EXIF directory")
 
 
 def embedded_size(data: bytes) -> tuple[int, int]:
-    """Width and height of the largest image inside an icon, whose header may declare less; (0, 0) without one.
+    """Return the width and height of the largest image inside an icon; (0, 0) without one.
 
-    PNG, bitmaps and JPEG 2000 are found.
+    The icon's header may declare a smaller size. Recognizes PNG, bitmaps and JPEG 2000.
     """
     sizes = [struct.unpack(">II", size) for size in _PNG_SIZE.findall(data) + _JPEG_2000_SIZE.findall(data)]
     sizes += [struct.unpack("<II", size) for size in _BITMAP_SIZE.findall(data)]  # twice the height, for a mask
@@ -152,7 +152,7 @@ def _is_exif(data: bytes, start: int) -> bool:
 
 
 def _jpeg_headers(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """The segments before the first scan; raises RefusedImage for too many of them, and for too much between them."""
+    """Yield the segments before the first scan; raises RefusedImage for too many, or too many bytes between them."""
     before, num_fill, count = 2, 0, 0
     for count, (marker, start, end) in enumerate(_jpeg_segments(data), 1):
         if marker == _START_OF_SCAN:
@@ -160,7 +160,7 @@ def _jpeg_headers(data: bytes) -> Iterator[tuple[int, int, int]]:
         num_fill, before = num_fill + start - 4 - before, end
         _check_jpeg_headers(count, num_fill)
         yield marker, start, end
-    # Pillow looks for a scan behind the marker of the end, too.
+    # Pillow also looks for a scan after the end marker.
     _check_jpeg_headers(count, num_fill + len(data) - before)
 
 
@@ -171,13 +171,13 @@ def _check_jpeg_headers(count: int, num_fill: int) -> None:
 
 
 def _max_scans(data: bytes) -> int:
-    """How often the marker of a scan occurs, at even and odd places; six times as fast as `bytes.count`."""
+    """Count the scan markers at even and odd offsets; six times as fast as `bytes.count`."""
     pairs = (np.frombuffer(data, "<u2", (len(data) - start) // 2, start) for start in (0, 1))
     return sum(int(np.count_nonzero(pair == 0xDAFF)) for pair in pairs)
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start of the content, end) of each segment; the data of scans, in which no marker occurs, is skipped."""
+    """Yield (marker, start of the content, end) of each segment; skips the data of scans, which has no markers."""
     at = 2
     while (found := _JPEG_SEGMENT.search(data, at)) and (marker := data[found.end() - 1]) != _END_OF_IMAGE:
         start = found.end() + 2
@@ -221,7 +221,7 @@ def _scan_gif(data: bytes) -> None:
 
 
 def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
-    """(label, size) of the blocks before the first frame as Pillow reads them, also where it deviates from the format.
+    """Yield (label, size) of the blocks before the first frame as Pillow reads them, even against the format.
 
     Each extension ends with a block of size 0. Raises RefusedImage for too many bytes between the blocks.
     """
@@ -249,7 +249,7 @@ def _gif_blocks(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _scan_directory(data: bytes, name: str) -> None:
-    """Refuse entries that share their bytes, which are copied for each of them, and long lists."""
+    """Refuse entries that share bytes, which Pillow copies for each entry, and long lists."""
     declared = 0
     for tag, kind, number, offset in _directory(data):
         size = number * _TIFF_UNITS[kind] if kind < len(_TIFF_UNITS) else 0
@@ -265,18 +265,18 @@ def _scan_directory(data: bytes, name: str) -> None:
 
 
 def _is_big_tiff(data: bytes) -> bool:
-    return data[2:3] == b"+"  # where Pillow looks, also in files of the other byte order
+    return data[2:3] == b"+"  # Pillow checks this byte for either byte order
 
 
 def _directory(data: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """(tag, type, number of values, offset of them or the values themselves) of the entries of the first directory."""
+    """Yield (tag, type, number of values, their offset or the values themselves) for the first directory's entries."""
     is_big = _is_big_tiff(data)
     order = ">" if data[:2] == b"MM" else "<"
     head, count, entry = [order + form for form in (("8xQ", "Q", "HHQQ") if is_big else ("4xI", "H", "HHII"))]
     try:
         (at,) = struct.unpack_from(head, data)
         (num_entries,) = struct.unpack_from(count, data, at)
-    except (struct.error, OverflowError):  # the directory begins behind the end; Pillow says so
+    except (struct.error, OverflowError):  # the directory begins after the end; Pillow reports it
         return
     at += struct.calcsize(count)
     num_entries = min(num_entries, (len(data) - at) // struct.calcsize(entry))

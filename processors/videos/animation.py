@@ -1,4 +1,4 @@
-"""Frames of animated images and of images with several pages by Pillow, as of a video."""
+"""Read animated and multi-page images with Pillow, and treat them as videos."""
 
 import io
 import logging
@@ -22,8 +22,8 @@ from mmvllm.processors.videos.processor import ClipPlan
 
 T = TypeVar("T")
 
-HEAD_BYTES = 12  # that tell such an image from a video
-DEFAULT_MILLISECONDS = 100  # of frames that declare no time, as browsers show them
+HEAD_BYTES = 12  # enough to tell such an image from a video
+DEFAULT_MILLISECONDS = 100  # of frames that declare no duration, as in browsers
 
 _logger = logging.getLogger(__name__)
 
@@ -31,18 +31,18 @@ _MAGIC = (b"GIF87a", b"GIF89a", b"\x89PNG\r\n\x1a\n", *TIFF_MAGIC)
 
 
 def is_animation(head: bytes) -> bool:
-    """Whether a file that begins so is an image in a format that may have several frames."""
+    """Return whether a file with this head is an image in a format that may have several frames."""
     is_webp = head.startswith(b"RIFF") and head[8:12] == b"WEBP"
     return head.startswith(_MAGIC) or is_webp or head[4:12] in (b"ftypavif", b"ftypavis")
 
 
 def animation_info(data: bytes, name: str, limits: VideoLimits, reserve: Reserve) -> VideoInfo:
-    """`video_info` of an animated image."""
+    """Return the metadata of an animated image, like `video_info`."""
     return _read(data, name, limits, reserve, lambda animation: animation.info)
 
 
 def decode_animation(data: bytes, name: str, plan: ClipPlan, limits: VideoLimits, reserve: Reserve) -> Clip:
-    """`decode_video` of an animated image; transparency is blended with white."""
+    """Decode the frames of an animated image, like `decode_video`; transparency is blended with white."""
 
     def take(animation: "_Animation") -> Clip:
         return sampled(name, animation.info, animation.frame_at, plan, limits, reserve)
@@ -51,11 +51,11 @@ def decode_animation(data: bytes, name: str, plan: ClipPlan, limits: VideoLimits
 
 
 class _Animation:
-    """An opened image, whose frames are read at the indices of a constant rate."""
+    """An opened animated image, whose frames are read by index at a constant frame rate."""
 
     def __init__(self, image: Image.Image, name: str, limits: VideoLimits):
         self._image, self._name = image, name
-        # Such a PNG shows its first image only where animations are not supported.
+        # The first image of such a PNG is shown only where animations are not supported.
         self._first = 1 if getattr(image, "default_image", False) else 0
         number = max(getattr(image, "n_frames", 1) - self._first, 1)
         *starts, end = accumulate(self._durations(number), initial=0)
@@ -66,7 +66,7 @@ class _Animation:
         limits.check(name, self.info)
 
     def frame_at(self, index: int) -> np.ndarray:
-        """The frame for the time index / average rate (see `is_later_shown`)."""
+        """Return the frame for the time index / average rate (see `is_later_shown`)."""
         at, period = index / self.info.fps, 1 / self.info.fps
         shown = bisect_right(self._starts, at) - 1
         while shown + 1 < len(self._starts) and is_later_shown(at, *self._starts[shown : shown + 2], period):
@@ -75,7 +75,7 @@ class _Animation:
         return np.array(upright_rgb(self._image))
 
     def _durations(self, number: int) -> Iterator[float]:
-        """Milliseconds of each frame up to the first one that cannot be decoded."""
+        """Yield the milliseconds of each frame up to the first one that cannot be decoded."""
         for i in range(number):
             try:
                 self._image.seek(self._first + i)
@@ -83,7 +83,7 @@ class _Animation:
             except Exception:  # Pillow's readers raise any exception for a damaged file
                 if i == 0:
                     raise
-                _logger.warning("%s: has %d frames, %d of them can be decoded", self._name, number, i)
+                _logger.warning("%s: has %d frames, but only %d can be decoded", self._name, number, i)
                 return
             is_page = self._image.format == "TIFF"
             duration = 1000 / DEFAULT_FPS if is_page else self._image.info.get("duration") or DEFAULT_MILLISECONDS

@@ -1,4 +1,4 @@
-"""Who reads videos that a Python caller names: mmvllm by PyAV, or the package qwen-vl-utils where it is installed."""
+"""Backends that read the videos of Python callers: PyAV, or the package qwen-vl-utils if it is installed."""
 
 from collections.abc import Callable
 from os import PathLike, fspath
@@ -13,7 +13,7 @@ from mmvllm.processors.videos.processor import ClipPlan, resize_frame
 
 
 def load_with(backend: str) -> Load:
-    """Functions that read media for a `video_backend`; raises ValueError for one that is unknown or not installed."""
+    """Return the functions that load media with a `video_backend`; raises ValueError if it is unknown or missing."""
     if backend not in BACKENDS:
         raise ValueError(f"video_backend must be {' or '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend == "qwen-vl-utils":
@@ -22,9 +22,9 @@ def load_with(backend: str) -> Load:
 
 
 def load_with_qwen_vl_utils(source: Any, plan: ClipPlan) -> Clip:
-    """Frames of a path or URL as the package takes and resizes them; what it does not read is read by `load_video`.
+    """Load the frames of a path or URL as qwen-vl-utils samples and resizes them; else fall back to `load_video`.
 
-    Lists of frames are among that: 0.0.14 resizes them by a wrong factor.
+    The fallback includes lists of frames, which qwen-vl-utils 0.0.14 resizes by a wrong factor.
     """
     is_read = isinstance(source, str | PathLike) and not str(source).startswith("data:")
     if not is_read or plan.do_sample_frames is False:
@@ -38,9 +38,9 @@ def load_with_qwen_vl_utils(source: Any, plan: ClipPlan) -> Clip:
             return_video_sample_fps=True,
             return_video_metadata=True,
         )
-    except Exception as error:  # its readers raise anything
+    except Exception as error:  # its readers raise any exception
         raise VideoError(name, f"qwen-vl-utils cannot read it ({type(error).__name__}: {error})") from None
-    # Frames were resized as uint8, whose values the package returns as floats.
+    # The package returns uint8 values as floats.
     frames = video.permute(0, 2, 3, 1).to("cpu").numpy().astype(np.uint8)
     sizes = plan.final_sizes(*frames.shape[:3])
     info = VideoInfo(round(metadata["total_num_frames"]), float(metadata["fps"]), *frames.shape[1:3])
@@ -51,7 +51,7 @@ def load_with_qwen_vl_utils(source: Any, plan: ClipPlan) -> Clip:
 def _fetch_video() -> Callable:
     try:
         from qwen_vl_utils import fetch_video
-    except Exception as error:  # without torchvision, or with one that does not load
+    except Exception as error:  # torchvision is missing or does not load
         raise ValueError(
             f"video_backend='qwen-vl-utils' cannot be used ({error}); pip install qwen-vl-utils torchvision, "
             "or leave video_backend out"

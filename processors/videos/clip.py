@@ -1,20 +1,20 @@
-"""Frames that were taken from a video, and where in it they stood."""
+"""Frames sampled from a video, and their positions in it."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-DEFAULT_FPS = 2.0  # of frames that are given as they are, and of sampling where neither request nor checkpoint say more
-MIN_FPS, MAX_FPS = 1e-6, 1000  # that may be asked for, or that a header is believed to have
+DEFAULT_FPS = 2.0  # of lists of frames, and of sampling if neither request nor checkpoint sets a rate
+MIN_FPS, MAX_FPS = 1e-6, 1000  # accepted in requests; rates above the maximum in file headers are ignored
 
 
 @dataclass(frozen=True, slots=True)
 class VideoInfo:
-    """What is known of a video before its frames are decoded.
+    """The metadata of a video that are known before its frames are decoded.
 
     Args:
-        total_num_frames: that frames can be taken from.
-        fps: frames per second, on average.
+        total_num_frames: number of frames to sample from.
+        fps: average frames per second.
         height, width: pixels of an upright frame.
     """
 
@@ -25,15 +25,15 @@ class VideoInfo:
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """Duration in seconds."""
         return self.total_num_frames / self.fps
 
 
 def is_later_shown(at: float, earlier: float, later: float, period: float) -> bool:
-    """Which of two successive frames is taken for the time `at`, given when they begin.
+    """Return whether the later of two successive frames, given their start times, is taken for the time `at`.
 
-    It is the one that is shown then. A frame that begins up to half a `period`, the average time of a frame, afterwards
-    is taken if it is nearer: at a constant rate, rounded times give the same frame as exact ones.
+    Usually the frame shown at that time is taken. A later frame is taken if it is nearer and begins within half a
+    `period`, the average duration of a frame. At a constant rate, rounded times thus give the same frame as exact ones.
     """
     wait = later - at
     return wait < 0.1 * period or (wait < 0.5 * period and wait < at - earlier)
@@ -41,11 +41,11 @@ def is_later_shown(at: float, earlier: float, later: float, period: float) -> bo
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames taken from a video, with transformers' metadata of where they come from.
+    """Frames sampled from a video, with the metadata that transformers uses.
 
     Args:
         frames: (T, height, width, 3) uint8.
-        indices: of the frames in the video, at `info.fps`.
+        indices: the indices of the frames in the video, at `info.fps`.
     """
 
     frames: np.ndarray
@@ -54,11 +54,11 @@ class Clip:
 
     @property
     def sampled_fps(self) -> float:
-        """Frames that were taken, per second of the video."""
+        """Sampled frames per second of the video."""
         return len(self.indices) / self.info.total_num_frames * self.info.fps
 
     def seconds_per_patch(self, size: int) -> float:
-        """Seconds from one temporal patch of `size` frames to the next."""
+        """Return the seconds from one temporal patch of `size` frames to the next."""
         return size / self.sampled_fps
 
     @property
@@ -67,6 +67,6 @@ class Clip:
         return [index / self.info.fps for index in self.indices]
 
     def patch_times(self, size: int) -> tuple[float, ...]:
-        """Seconds from the start of the video, one per temporal patch of `size` frames: the mean of its ends."""
+        """Return seconds from the start of the video, one per temporal patch of `size` frames: the mean of its ends."""
         times = self.times + self.times[-1:] * (-len(self.indices) % size)
         return tuple((times[i] + times[i + size - 1]) / 2 for i in range(0, len(times), size))

@@ -1,7 +1,7 @@
-"""Frames of a video file by PyAV (the extra `video`): those that are asked for, each resized as soon as it is decoded.
+"""Decode the requested frames of a video file with PyAV (the extra `video`), and resize each one right away.
 
-The index of a frame means a time, index / average rate from the first frame on; what is shown at that time is
-taken, so that videos with a variable frame rate are sampled evenly in time.
+The index of a frame denotes the time index / average rate after the first frame. The frame shown at that time is taken,
+so videos with a variable frame rate are sampled evenly in time.
 """
 
 import logging
@@ -25,16 +25,16 @@ from mmvllm.processors.videos.stream import FramesEnded, VideoStream
 
 T = TypeVar("T")
 
-NUM_THREADS = 1  # of a decoder: several videos are decoded at once, and every thread holds frames
-BYTES_PER_PIXEL = 48  # of a frame: those that a decoder keeps for reference, one in RGB, one that is being resized
-READ_BYTES = 1 << 18  # at once from Python's file objects
-REFERRING = frozenset(  # formats of FFmpeg whose files name other files, streams or devices
+NUM_THREADS = 1  # per decoder: several videos are decoded at once, and every thread holds frames
+BYTES_PER_PIXEL = 48  # for a decoder's reference frames, one frame in RGB, and one that is being resized
+READ_BYTES = 1 << 18  # per read from Python's file objects
+REFERRING = frozenset(  # formats of FFmpeg whose files refer to other files, streams or devices
     (
         *("hls", "dash", "concat", "imf", "sdp", "rtsp", "rtp", "sap", "webm_dash_manifest", "vobsub", "lavfi"),
         *("avisynth", "image2", "image2_alias_pix", "image2_brender_pix"),  # the last ones take a name as a pattern
     )
 )
-TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # whose text FFmpeg would show as on a terminal
+TEXT_FORMATS = ("tty", "bin", "xbin", "adf", "idf")  # FFmpeg would render their text as on a terminal
 
 _logger = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ def video_info(
     reserve: Reserve = VIDEO_DECODING.reserve,
     counts: bool = False,
 ) -> VideoInfo:
-    """What is known before frames are taken; raises VideoError, which calls the video `name`.
+    """Return the metadata of a video; raises VideoError, which calls the video `name`.
 
-    `counts` reads the file to its end where only the time of the last frame tells how many there are.
+    With `counts`, frames are counted to the end of the file if their number would otherwise be inferred from times.
     """
     return _read(file, name, limits, reserve, lambda stream, info: info, counts)
 
@@ -60,11 +60,11 @@ def decode_video(
     limits: VideoLimits = ANY_VIDEO,
     reserve: Reserve = VIDEO_DECODING.reserve,
 ) -> Clip:
-    """The frames that `plan` takes; raises VideoError, which calls the video `name`.
+    """Decode the frames that `plan` selects; raises VideoError, which calls the video `name`.
 
     Args:
-        file: a path, or a binary file object that can seek.
-        reserve: called with the bytes that decoding takes, before it begins (see `load_image`): first for one frame.
+        file: a path, or a seekable binary file object.
+        reserve: called before decoding with the bytes that it takes (see `load_image`), first for one frame.
     """
 
     def take(stream: VideoStream, info: VideoInfo) -> Clip:
@@ -94,7 +94,7 @@ def sampled(
     limits: VideoLimits,
     reserve: Reserve,
 ) -> Clip:
-    """The frames that `plan` takes, given how one is read at an index, in order; no others are in memory.
+    """Read the frames that `plan` selects, in order, with `frame_at`; no other frames are kept in memory.
 
     Raises VideoError for more pixels than the limits allow, RequestError as the plan does.
     """
@@ -114,13 +114,13 @@ def sampled(
 
 
 def fitted(frame: np.ndarray, info: VideoInfo) -> np.ndarray:
-    """A frame in the size of the first one, from which a few videos deviate."""
+    """Resize a frame to the size of the first one, from which a few videos deviate."""
     size = Resize(info.height, info.width)
     return frame if frame.shape[:2] == size[:2] else resize_frame(frame, [size])
 
 
 def guarded(name: str, read: Callable[[], T]) -> T:
-    """What `read` returns; other exceptions than RequestError become VideoError, which holds no frames."""
+    """Call `read`; exceptions other than RequestError become VideoError, which references no frames."""
     try:
         return read()
     except RequestError:
@@ -131,7 +131,7 @@ def guarded(name: str, read: Callable[[], T]) -> T:
         reason = "not enough memory to decode it; shrink it first"
     except Exception as error:  # decoders raise any exception for a damaged file
         reason = f"cannot be decoded, damaged or truncated ({getattr(error, 'strerror', None) or error})"
-    raise VideoError(name, reason)  # here, where the exception above and the frames that it holds are gone
+    raise VideoError(name, reason)  # raised here, after the exception above and its frames are gone
 
 
 def _read(
@@ -160,19 +160,19 @@ def _open(file: str | BinaryIO, name: str, limits: VideoLimits) -> Any:
         file.seek(0)
     source = f"file:{file}" if isinstance(file, str) else file  # else a colon in the path would end a protocol
     try:
-        # The mode is given, else that of a file object would be taken.
+        # The mode is explicit; otherwise, PyAV would use the mode of a file object.
         opened = av.open(source, "r", options=_options(limits), buffer_size=READ_BYTES, metadata_errors="replace")
         if opened.format.name not in TEXT_FORMATS:
             return opened
         opened.close()
     except (av.error.InvalidDataError, av.error.ArgumentError, av.error.EOFError):
-        pass  # the error below refers to none of PyAV's
+        pass  # the error below must not reference PyAV's
     known = f"in {', '.join(limits.containers)}" if limits.containers else "that FFmpeg can read"
     raise VideoError(name, f"is not a video {known}, or damaged")
 
 
 def _options(limits: VideoLimits) -> dict[str, str]:
-    """For FFmpeg: no playlist is opened, and whatever else a file refers to is not fetched over a network.
+    """Return FFmpeg options that refuse playlists, and network access for other references in a file.
 
     Chapters are not read: a file of 180 kB may have gigabytes of them.
     """
@@ -183,14 +183,14 @@ def _options(limits: VideoLimits) -> dict[str, str]:
 
 @cache
 def _self_contained() -> tuple[str, ...]:
-    """All other formats."""
+    """Return all formats except `REFERRING`."""
     import av
 
     return tuple(sorted(av.formats_available - REFERRING))
 
 
 def _info(stream: VideoStream, name: str, limits: VideoLimits, reserve: Reserve, counts: bool) -> VideoInfo:
-    """Also goes to the first frame."""
+    """Check and return the metadata of a stream, and go to its first frame."""
     limits.check_seconds(name, stream.declared_seconds)
     height, width = stream.declared_size
     limits.check_size(name, height, width)

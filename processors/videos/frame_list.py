@@ -1,4 +1,4 @@
-"""A clip of frames that are given one by one or as an array, with what is known of the video they were taken from."""
+"""Build clips from lists or arrays of frames, with optional metadata of the video that they were sampled from."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,28 +17,28 @@ from mmvllm.processors.videos.processor import ClipPlan, check_fps, resize_frame
 from mmvllm.utils.arguments import is_number
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-MOST_FRAMES = 2**53  # of the video that they were taken from: up to it, times in seconds are exact
+MOST_FRAMES = 2**53  # of the source video; up to this number, times in seconds are exact
 LoadFrame = Callable[[Any], Image.Image]
 
 
 def is_given(source: Any) -> bool:
-    """Whether a source is frames: a list of them, an array, or (frames, vLLM's metadata)."""
+    """Return whether a source consists of frames: a list, an array, or a tuple (frames, vLLM's metadata)."""
     return isinstance(source, list | tuple) or is_array(source)
 
 
 def given_info(source: Any) -> VideoInfo:
-    """What is known of given frames; raises VideoError and ImageError."""
+    """Return the metadata of a source that consists of frames; raises VideoError and ImageError."""
     given = _GivenFrames.of(source)
     image = load_image(given.frames[0])
     return given.info(given.fps or DEFAULT_FPS, image.height, image.width)
 
 
 def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, limits: VideoLimits = ANY_VIDEO) -> Clip:
-    """The clip of given frames, each of which is loaded and resized before the next one.
+    """Build the clip of a source that consists of frames; each frame is loaded and resized before the next one.
 
-    All are taken, unless there are metadata without `frames_indices`, and `do_sample_frames` of the request, or else of
-    the metadata, is true, or else the request has `fps` or `num_frames`. Raises VideoError for frames of different
-    sizes or wrong metadata, ImageError for a frame.
+    Frames are sampled only if there are metadata without `frames_indices` and the video's message part has no options.
+    Then `do_sample_frames` of the request decides, else of the metadata, else whether the request has `fps` or
+    `num_frames`. Raises VideoError for frames of different sizes or wrong metadata, ImageError for a frame.
     """
     given = _GivenFrames.of(source)
     fps = given.fps or plan.part.get("sample_fps") or plan.part.get("fps") or plan.fps or DEFAULT_FPS
@@ -54,7 +54,7 @@ def clip_of(source: Any, plan: ClipPlan, load_frame: LoadFrame = load_image, lim
 
 
 def _resized(frames: Sequence[Any], plan: ClipPlan, as_floats: bool, load_frame: LoadFrame) -> np.ndarray:
-    """(T, height, width, 3) uint8."""
+    """Load and resize frames to (T, height, width, 3) uint8."""
     resized = np.empty(0)
     for i, frame in enumerate(frames):
         image = load_frame(frame)
@@ -73,14 +73,14 @@ def _resized(frames: Sequence[Any], plan: ClipPlan, as_floats: bool, load_frame:
 def _check_size(i: int, image: Image.Image, size: tuple[int, int]) -> None:
     if image.size != size:
         reason = f"is {image.width}x{image.height} pixels, frame 0 {size[0]}x{size[1]}"
-        raise VideoError(f"frame {i} of the list", f"{reason}; frames of a video must have one size")
+        raise VideoError(f"frame {i} of the list", f"{reason}; all frames of a video must have the same size")
 
 
 @dataclass(frozen=True, slots=True)
 class _GivenFrames:
-    """Frames, and what vLLM's metadata say: `indices` in a video of `total` frames at `fps`.
+    """Frames with vLLM's metadata: their `indices` in a video of `total` frames at `fps`.
 
-    `were_floats` says whether qwen-vl-utils may have prepared them: it resizes frames as floats.
+    `were_floats` says whether qwen-vl-utils may have prepared the frames, which it resizes as floats.
     """
 
     frames: Sequence[Any]
@@ -126,9 +126,11 @@ def _is_of_floats(value: Any) -> bool:
 
 
 def _stacked(frames: Sequence[Any]) -> np.ndarray:
-    """A list of float arrays as one array."""
+    """Stack a list of float arrays into one array."""
     if len({tuple(frame.shape) for frame in frames}) > 1:
-        raise VideoError("the list of frames", "has arrays of different shapes; frames of a video must have one size")
+        raise VideoError(
+            "the list of frames", "has arrays of different shapes; all frames of a video must have the same size"
+        )
     return np.stack([_as_numpy(frame) for frame in frames])
 
 
@@ -139,7 +141,7 @@ def _as_numpy(array: Any) -> np.ndarray:
 
 
 def _channels_last(frames: Any) -> Any:
-    """(frames, height, width, 3), which torch often has as (frames, 3, height, width)."""
+    """Return frames as (frames, height, width, 3); torch often has (frames, 3, height, width)."""
     shape, dtype = tuple(frames.shape), dtype_name(frames)
     if len(shape) != 4 or dtype != "uint8" or not (shape[3] in (3, 4) or shape[1] == 3):
         required = "uint8 of shape (frames, height, width, 3) or (frames, 3, height, width)"
@@ -148,7 +150,7 @@ def _channels_last(frames: Any) -> Any:
 
 
 def _with_levels(frames: Any) -> Any:
-    """A float array as uint8, if all its values are levels of it: qwen-vl-utils returns frames so."""
+    """Convert a float array to uint8 if all its values are uint8 levels, as in frames of qwen-vl-utils."""
     values = _as_numpy(frames)
     with np.errstate(invalid="ignore"):
         levels = values.astype(np.uint8)
@@ -159,7 +161,7 @@ def _with_levels(frames: Any) -> Any:
 
 
 def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
-    """A number of at least 0; 0 if it is not given."""
+    """Return a number of at least 0 from the metadata; 0 if the key is missing."""
     value = metadata.get(key, 0)
     if not is_number(value) or not 0 <= value <= most:
         raise VideoError("the frames", f"{key} must be a number from 0 to {most:g}, got {value!r:.60}")
@@ -167,12 +169,12 @@ def _number(metadata: Mapping[str, Any], key: str, most: float) -> Any:
 
 
 def _indices(metadata: Mapping[str, Any], number: int) -> list[int]:
-    """Which frames of the video these are."""
+    """Return the indices of the frames in their video."""
     indices = metadata.get("frames_indices")
     if indices is None:
         return list(range(number))
     if is_array(indices):
-        indices = indices.tolist()  # torchvision's reader of qwen-vl-utils returns a tensor
+        indices = indices.tolist()  # qwen-vl-utils' torchvision reader returns a tensor
     given = list(indices) if isinstance(indices, Iterable) else [indices]
     if len(given) != number or not all(isinstance(index, Integral) and 0 <= index < MOST_FRAMES for index in given):
         raise VideoError("the frames", f"frames_indices must be {number} integers of at least 0, got {indices!r:.60}")

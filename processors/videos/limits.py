@@ -1,4 +1,4 @@
-"""What is accepted of a video, checked before frames are decoded."""
+"""Limits of videos, checked before frames are decoded."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ ANIMATED = ("GIF", "WEBP", "AVIF", "PNG", "TIFF")  # Pillow's names
 
 @dataclass(frozen=True, slots=True)
 class VideoLimits:
-    """What is accepted of a video; by default all that FFmpeg reads from local files.
+    """The limits of a video; by default, everything that FFmpeg reads from local files is accepted.
 
     Args:
-        containers, codecs: FFmpeg's names of demuxers and decoders; of an untrusted video it then runs no others.
+        containers, codecs: FFmpeg's names of demuxers and decoders; if given, FFmpeg runs no others.
         animated: Pillow's names of the formats of animated images.
-        max_frame_pixels: pixels of a frame; `max_pixels`: of all frames that are taken, before they are resized.
-        max_seconds: duration.
+        max_frame_pixels: maximum pixels of a frame; `max_pixels`: of all sampled frames, before they are resized.
+        max_seconds: maximum duration.
     """
 
     containers: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class VideoLimits:
             raise VideoError(name, f"lasts {seconds:.0f} s, more than {self.max_seconds:g} s; cut it first")
 
     def check_frames(self, name: str, info: VideoInfo, num_frames: int) -> None:
-        """Raise VideoError for more pixels in the frames that are taken."""
+        """Raise VideoError if the sampled frames have too many pixels."""
         if self.max_pixels is not None and num_frames * info.height * info.width > self.max_pixels:
             frames = f"{num_frames} frames of {info.width}x{info.height}"
             raise VideoError(name, f"{frames} are more than {self.max_pixels} pixels; take fewer or shrink the video")

@@ -26,7 +26,7 @@ from mmvllm.processors.videos.processor import ClipPlan
 T = TypeVar("T")
 
 MAX_VIDEO_DOWNLOAD_BYTES = 1024 * 1024 * 1024
-MEMORY_BYTES = 16 * 1024 * 1024  # of a download; longer ones go to a temporary file
+MEMORY_BYTES = 16 * 1024 * 1024  # of a download; larger downloads go to a temporary file
 
 _SHARED = threading.Lock()  # a file object that several requests share must not be read by two threads at once
 
@@ -34,17 +34,17 @@ _SHARED = threading.Lock()  # a file object that several requests share must not
 def load_video(
     source: Any, plan: ClipPlan, limits: VideoLimits = ANY_VIDEO, reserve: Reserve = VIDEO_DECODING.reserve
 ) -> Clip:
-    """Load the frames that `plan` takes.
+    """Load the frames that `plan` selects.
 
     Args:
         source: a path; encoded bytes or a binary file object; a file:// or http(s):// URL or a data URI; a list of
-            frames, each of them what `load_image` takes; an array or tensor of uint8 with shape (frames, height, width,
-            3); vLLM's tuple of either of these and metadata (`fps`, `total_num_frames`, `frames_indices`, `duration`,
+            frames, each a source of `load_image`; an array or tensor of uint8 with shape (frames, height, width, 3);
+            vLLM's tuple of such frames and metadata (`fps`, `total_num_frames`, `frames_indices`, `duration`,
             `do_sample_frames`). Animated images (GIF, WebP, AVIF, PNG) and TIFF with several pages are videos, too.
-        limits: of encoded videos.
-        reserve: called with the bytes that decoding takes, before it begins (see `load_image`).
+        limits: limits of encoded videos.
+        reserve: called before decoding with the bytes that it takes (see `load_image`).
 
-    Raises VideoError, a ValueError, which holds no frames and no other exception; ImageError for a frame of a list.
+    Raises VideoError, a ValueError that references no frames and no other exception; ImageError for a frame of a list.
     """
     try:
         if is_given(source):
@@ -58,7 +58,7 @@ def load_video(
         failure = without_frames(error)
     try:
         raise failure
-    finally:  # the frame of the traceback refers neither to the source nor, in a cycle, to its error
+    finally:  # the traceback's frame must reference neither the source nor, in a cycle, the error
         del source, failure
 
 
@@ -68,7 +68,7 @@ def load_video_info(
     reserve: Reserve = VIDEO_DECODING.reserve,
     counts: bool = False,
 ) -> VideoInfo:
-    """What is known of a video before its frames are taken, given as for `load_video`; `counts` as for `video_info`."""
+    """Return the metadata of a video from any source of `load_video`; see `video_info` for `counts`."""
     if is_given(source):
         return given_info(source)
     return _read(
@@ -79,7 +79,7 @@ def load_video_info(
 
 
 def _read(source: Any, video: Callable[[Any, str], T], animation: Callable[[bytes, str], T]) -> T:
-    """What `video` makes of a path or a file, or `animation` of the bytes of an animated image."""
+    """Call `video` with a path or a file, or `animation` with the bytes of an animated image."""
     with _opened(source) as (file, name):
         head = _bytes_of(file, HEAD_BYTES)
         if not head:
@@ -93,18 +93,18 @@ def _read(source: Any, video: Callable[[Any, str], T], animation: Callable[[byte
 
 
 def _bytes_of(file: str | BinaryIO, size: int) -> bytes:
-    """The first bytes, at most `size` of them."""
+    """Read the first bytes of a file, at most `size`."""
     if isinstance(file, str):
         with open(file, "rb") as opened:
             return _bytes_of(opened, size)
     there = file.seek(0, os.SEEK_END)
     file.seek(0)
-    return file.read(min(size, there))  # `read` takes memory for all that it is asked for
+    return file.read(min(size, there))  # `read` allocates as much memory as it is asked for
 
 
 @contextmanager
 def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
-    """A path or a file that can seek, and what messages call the video."""
+    """Yield a path or a seekable file, and the video's name for messages."""
     if isinstance(source, bytes | bytearray | memoryview):
         yield io.BytesIO(source), f"the video of {len(source)} bytes"
     elif hasattr(source, "read") and hasattr(source, "seek"):
@@ -129,7 +129,7 @@ def _opened(source: Any) -> Iterator[tuple[str | BinaryIO, str]]:
 
 @contextmanager
 def _file_at(path: str) -> Iterator[str | BinaryIO]:
-    """The path for FFmpeg, which reads it without Python; an opened file where it is no UTF-8."""
+    """Yield the path, which FFmpeg reads without Python, or an opened file if the path is not UTF-8."""
     with open(path, "rb") as file:
         try:
             path.encode()
@@ -152,11 +152,11 @@ def _check_file_object(file: BinaryIO) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How the media of a request are read: in the calling thread from any source, unless other functions do it.
+    """The functions that load a request's media; the defaults load any source in the calling thread.
 
     Args:
-        image: source -> RGB image; with a request's `jpeg_draft`, it is also given a `Draft` or None.
-        video: source, plan -> the frames that the plan takes.
+        image: source -> RGB image; for a request with `jpeg_draft`, the second argument is a `Draft` or None.
+        video: source, plan -> the frames that the plan selects.
     """
 
     image: Callable[..., Image] = load_image

@@ -1,10 +1,10 @@
-"""Videos -> uint8 patches: which frames are taken, to what size they are resized, their times and digests.
+"""Convert videos to uint8 patches: select and resize frames, and compute their times and digests.
 
-From decoded frames on, the result equals that of transformers' video processors for the Qwen-VL models, which need
-torchvision: the same frames, grid and times, and normalised by `VideoProcessorConfig.pixel_table` the same float32
-values. Frames stay uint8 up to the device.
+For the same decoded frames, the result equals transformers' video processors for the Qwen-VL models, which need
+torchvision: the same frames, grid and times and, after normalization by `VideoProcessorConfig.pixel_table`, the same
+float32 values. Patches stay uint8 up to the device.
 
-    VideoInfo ── ClipPlan.frames ── indices ── a reader decodes them, each resized to ClipPlan.sizes ── Clip
+    VideoInfo ── ClipPlan.frame_indices ── a reader decodes these frames, and resizes them to ClipPlan.sizes ── Clip
     Clip ── VideoProcessor ── MultiModalInput
 """
 
@@ -30,11 +30,11 @@ from mmvllm.utils.arguments import check_int, is_number
 
 @dataclass(frozen=True, slots=True)
 class VideoProcessorConfig(ImageProcessorConfig):
-    """How the frames of videos are taken, resized, cut into patches and normalised for a checkpoint.
+    """How the frames of videos are sampled, resized, cut into patches and normalized for a checkpoint.
 
     Args:
-        fps, num_frames: how many frames are taken where a request does not say it; at most one of them.
-        min_frames, max_frames: bounds of the number of frames that `fps` asks for.
+        fps, num_frames: the default rate or number of sampled frames, which a request may replace; at most one is set.
+        min_frames, max_frames: bounds of the number of frames that `fps` selects.
     """
 
     fps: float | None = None
@@ -53,17 +53,17 @@ class VideoProcessorConfig(ImageProcessorConfig):
             check_fps("fps", self.fps)
 
     def pixel_table(self) -> torch.Tensor:
-        """(C, 256) float32: what each level of each channel is normalised to, with transformers' rounding for videos.
+        """Return the normalized values (C, 256) float32 of all levels, with transformers' rounding for videos.
 
-        There rescaling is folded into mean and standard deviation, so the values differ in the last bit from the
-        values for images.
+        transformers folds rescaling into mean and standard deviation for videos, so the values differ in the last bit
+        from the values for images.
         """
         scale, levels = 1.0 / self.rescale_factor, torch.arange(256, dtype=torch.float32)
         mean, std = (torch.tensor(x, dtype=torch.float32) * scale for x in (self.image_mean, self.image_std))
         return normalized_levels(levels, mean, std)
 
     def frame_indices(self, info: VideoInfo, fps: float | None = None, num_frames: int | None = None) -> list[int]:
-        """The frames to take; `fps` or `num_frames` of a request replace the checkpoint's."""
+        """Return the indices of the frames to sample; `fps` or `num_frames` of a request replace the checkpoint's."""
         if fps is None and num_frames is None:
             fps, num_frames = self.fps, self.num_frames
             if fps is None and num_frames is None:
@@ -72,11 +72,11 @@ class VideoProcessorConfig(ImageProcessorConfig):
 
     @abstractmethod
     def sampled(self, info: VideoInfo, fps: float | None, num_frames: int | None) -> list[int]:
-        """The indices of the frames that one of `fps` and `num_frames` asks for, as transformers chooses them."""
+        """Return the indices of the frames that `fps` or `num_frames` selects, as in transformers."""
 
     @abstractmethod
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:
-        """The (height, width) that frames are resized to, for bounds of pixels as the checkpoint means them."""
+        """Return the (height, width) that frames are resized to; families interpret the pixel bounds differently."""
 
 
 def check_fps(name: str, fps: Any) -> None:
@@ -89,8 +89,8 @@ class Resize(NamedTuple):
     """A size that frames are resized to.
 
     Args:
-        as_floats: as torchvision's older transforms do it, which qwen-vl-utils uses: they round once. Transforms v2,
-            which transformers uses, resize uint8 and round after the columns and after the rows.
+        as_floats: resize floats and round once, like torchvision's older transforms, which qwen-vl-utils uses.
+            Otherwise resize uint8, rounding after each dimension, like transforms v2, which transformers uses.
     """
 
     height: int
@@ -100,15 +100,15 @@ class Resize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClipPlan:
-    """Which frames of a video are taken, and their sizes: what a request and its checkpoint say.
+    """Selects the frames of a video and their sizes, from the options of a request and its checkpoint.
 
     Args:
-        fps, num_frames, min_pixels, max_pixels: of the request, in place of the checkpoint's, with the meaning that
-            they have in transformers.
-        do_sample_frames: of the request, too; False takes all frames.
-        part: keys of the video's part of a message, with the meaning that they have in qwen-vl-utils; the checkpoint's
-            bounds of pixels apply afterwards.
-        max_tokens: a video of more placeholder tokens is refused before its frames are decoded.
+        fps, num_frames, min_pixels, max_pixels: the request's options, which replace the checkpoint's and mean the same
+            as in transformers.
+        do_sample_frames: the request's option; False takes all frames.
+        part: options of the video's message part, which mean the same as in qwen-vl-utils; the checkpoint's pixel
+            bounds apply afterwards.
+        max_tokens: a video with this many placeholder tokens or more is refused before its frames are decoded.
     """
 
     config: VideoProcessorConfig
@@ -119,10 +119,10 @@ class ClipPlan:
     do_sample_frames: bool | None = None
     part: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
-    is_preview: ClassVar[bool] = False  # of a video that is read with another plan, too, which gives the warnings
+    is_preview: ClassVar[bool] = False  # True if the video is also read with another plan, which logs the warnings
 
     def frame_indices(self, info: VideoInfo) -> list[int]:
-        """The frames to take, in order; an index may occur twice."""
+        """Return the indices of the frames to sample, in order; an index may occur twice."""
         if self.part:
             return qwen_vl_utils.frame_indices(self.part, info)
         if self.do_sample_frames is False:
@@ -130,7 +130,7 @@ class ClipPlan:
         return self.config.frame_indices(info, self.fps, self.num_frames)
 
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
-        """The sizes (height, width) to which each frame is resized, one after the other.
+        """Return the sizes to which each frame is resized, one after the other.
 
         Raises RequestError for bounds that cannot be met, and for a video of more than `max_tokens`.
         """
@@ -140,7 +140,7 @@ class ClipPlan:
         return [Resize(*size, as_floats=True)] * (size != (height, width)) + self.final_sizes(num_frames, *size)
 
     def final_sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
-        """The size within the bounds of pixels of request and checkpoint; none if it is the given one."""
+        """Return the size within the pixel bounds of request and checkpoint; [] if frames already have this size."""
         c = self.config
         low, high = pixel_bounds(self.min_pixels, self.max_pixels, c.min_pixels, c.max_pixels)
         size = c.frame_size(num_frames, height, width, low, high)
@@ -148,19 +148,19 @@ class ClipPlan:
         return [Resize(*size, as_floats=bool(self.part))] * (size != (height, width))
 
     def timed(self, clip: Clip) -> Clip:
-        """The clip with the metadata that say when its frames are shown."""
+        """Return the clip with the metadata from which the times of its frames are computed."""
         return qwen_vl_utils.timed(self.part, clip) if self.part else clip
 
     def grid(self, info: VideoInfo) -> Grid:
-        """Sizes of a video in patches; raises RequestError as `frame_indices` and `sizes` do."""
+        """Return the size of a video in patches; raises RequestError as `frame_indices` and `sizes` do."""
         return self._grid(len(self.frame_indices(info)), info)
 
     def num_tokens(self, info: VideoInfo) -> int:
-        """Placeholder tokens of a video; raises RequestError as `grid` does."""
+        """Return the number of placeholder tokens of a video; raises RequestError as `grid` does."""
         return prod(self.grid(info)) // self.config.merge_size**2
 
     def num_tokens_of(self, num_frames: int, info: VideoInfo) -> int:
-        """Placeholder tokens for `num_frames` frames; raises RequestError as `sizes` does."""
+        """Return the number of placeholder tokens for `num_frames` frames; raises RequestError as `sizes` does."""
         return prod(self._grid(num_frames, info)) // self.config.merge_size**2
 
     def _grid(self, num_frames: int, info: VideoInfo) -> Grid:
@@ -177,20 +177,20 @@ class ClipPlan:
 
 
 def resized_to(sizes: Sequence[Resize], height: int, width: int) -> tuple[int, int]:
-    """The (height, width) of a frame after `resize_frame`."""
+    """Return the (height, width) of a frame after `resize_frame`."""
     return sizes[-1][:2] if sizes else (height, width)
 
 
 def shrunk(height: int, width: int, max_height: int, max_width: int) -> Resize:
-    """The size of a small frame with about the same aspect ratio; none is enlarged."""
+    """Return the size of a frame within bounds, with about the same aspect ratio; frames are never enlarged."""
     scale = min(max_height / height, max_width / width, 1.0)
     return Resize(max(round(height * scale), 1), max(round(width * scale), 1))
 
 
 def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:
-    """(height, width, 3) uint8 -> the last of `sizes`, with the values of torchvision."""
+    """Resize (height, width, 3) uint8 to each of `sizes`, one after the other, with torchvision's pixel values."""
     for size in sizes:
-        # Writable, as torch wants it: arrays of PIL images are not.
+        # torch expects a writable array; arrays of PIL images are read-only.
         image = torch.from_numpy(np.require(frame, requirements=("C", "W"))).permute(2, 0, 1)[None]
         if size.as_floats:
             resized = F.interpolate(image.float(), size=size[:2], mode="bicubic", antialias=True)
@@ -202,13 +202,13 @@ def resize_frame(frame: np.ndarray, sizes: Sequence[Resize]) -> np.ndarray:
 
 
 class VideoProcessor:
-    """Frames -> `MultiModalInput`, with the settings of a checkpoint."""
+    """Converts clips to `MultiModalInput` with the settings of a checkpoint."""
 
     def __init__(self, config: VideoProcessorConfig):
         self.config = config
 
     def __call__(self, clip: Clip) -> MultiModalInput:
-        """Cut frames, which have their final size, into patches; an incomplete temporal patch repeats the last one."""
+        """Cut frames of final size into patches; the last frame is repeated to complete its temporal patch."""
         c, frames, size = self.config, clip.frames, self.config.temporal_patch_size
         missing = -len(frames) % size
         frames = np.concatenate([frames, *[frames[-1:]] * missing]) if missing else frames

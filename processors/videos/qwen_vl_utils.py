@@ -1,9 +1,9 @@
-"""The keys of a video's part of a message, with the meaning that they have in qwen-vl-utils 0.0.14.
+"""The options of a video's message part, with the same meaning as in qwen-vl-utils 0.0.14.
 
-It takes `fps` frames per second (2 by default), or `nframes`, evenly from the first to the last frame between
-`video_start` and `video_end`. It bounds the pixels of a frame by `min_pixels` and `max_pixels`, and the pixels of all
-frames by `total_pixels`. For a list of frames, `sample_fps` is their rate, and `raw_fps` is the rate of the video that
-they were sampled from; timestamps are computed as if they were the first frames of that video.
+The package samples `fps` frames per second (2 by default), or `nframes` frames, evenly from the first to the last frame
+between `video_start` and `video_end`. It bounds the pixels of a frame by `min_pixels` and `max_pixels`, and the pixels
+of all frames by `total_pixels`. For a list of frames, `sample_fps` is their rate, and `raw_fps` is the rate of the
+source video; timestamps are computed as if the frames were the first ones of that video.
 """
 
 import math
@@ -20,7 +20,7 @@ from mmvllm.processors.videos.clip import Clip, VideoInfo
 
 FPS = 2.0
 MIN_FRAMES, MAX_FRAMES = 4, 768
-FRAME_FACTOR = 2  # numbers of frames are multiples of it
+FRAME_FACTOR = 2  # the number of frames is a multiple of it
 MIN_TOKENS, MAX_TOKENS = 128, 768  # of a frame, merged in space only
 TOTAL_TOKENS = 128_000 * 0.9
 
@@ -31,14 +31,14 @@ KEYS = (*SAMPLING_KEYS, *SIZE_KEYS, *LIST_KEYS)
 
 
 def frame_indices(part: Mapping[str, Any], info: VideoInfo) -> list[int]:
-    """The frames to take; raises RequestError for a range or a number that the video does not have."""
+    """Return the indices of the frames to sample; raises RequestError for a range of less than two frames."""
     start, end = _frame_range(part, info)
     number = _num_frames(part, end - start + 1, info.fps)
     return torch.linspace(start, end, number).round().long().tolist()
 
 
 def _frame_range(part: Mapping[str, Any], info: VideoInfo) -> tuple[int, int]:
-    """First and last frame, both included."""
+    """Return the first and the last frame of the range, both inclusive."""
     start, end, last = part.get("video_start"), part.get("video_end"), info.total_num_frames - 1
     if start is None and end is None:
         return 0, last
@@ -58,7 +58,7 @@ def _num_frames(part: Mapping[str, Any], total: int, fps: float) -> int:
         if "fps" in part:
             raise RequestError("a video has both fps and nframes; give one of them", param="nframes")
         number = round(part["nframes"] / FRAME_FACTOR) * FRAME_FACTOR
-        # The package refuses more than there are; here those that there are are taken.
+        # The package refuses a number above the video's; here all frames of the video are taken.
         return max(min(number, total // FRAME_FACTOR * FRAME_FACTOR), 1)
     low = math.ceil(part.get("min_frames", MIN_FRAMES) / FRAME_FACTOR) * FRAME_FACTOR
     high = part.get("max_frames", min(MAX_FRAMES, total)) // FRAME_FACTOR * FRAME_FACTOR
@@ -68,18 +68,18 @@ def _num_frames(part: Mapping[str, Any], total: int, fps: float) -> int:
 
 
 def timed(part: Mapping[str, Any], clip: Clip) -> Clip:
-    """The clip with the package's metadata: the rate of its frames is that within the range they were taken from."""
+    """Return the clip with the package's metadata, which cover only the range that the frames were sampled from."""
     total, fps = clip.indices[-1] - clip.indices[0] + 1, clip.info.fps
     raw_fps = part.get("raw_fps", fps)
     return replace(clip, info=replace(clip.info, total_num_frames=total / fps * raw_fps, fps=raw_fps))
 
 
 def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int, factor: int) -> tuple[int, int]:
-    """The (height, width) that frames are resized to."""
+    """Return the (height, width) that frames are resized to."""
     if "resized_height" in part and "resized_width" in part:
         bounds = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2
         return smart_resize(part["resized_height"], part["resized_width"], factor, *bounds, min_side=factor, noun=FRAME)
-    # The package refuses a max_pixels below its own minimum; here that moves the minimum.
+    # The package refuses a max_pixels below its default minimum; here the minimum is lowered.
     default = MIN_TOKENS * factor**2
     low = part.get("min_pixels", min(default, part.get("max_pixels", default)))
     total = part.get("total_pixels", TOTAL_TOKENS * factor**2)
@@ -92,17 +92,17 @@ def frame_size(part: Mapping[str, Any], num_frames: int, height: int, width: int
 
 
 def _check_low(low: int, factor: int) -> None:
-    """Raise RequestError for frames that would be enlarged to more pixels than any part of a message has."""
+    """Raise RequestError for frames that would be enlarged beyond the maximum of a message part."""
     most = PART_MAX_TOKENS * factor**2
     if low > most:
-        reason = f"min_pixels must be at most {most} of a frame, got {low}"
+        reason = f"min_pixels must be at most {most} for a frame, got {low}"
         raise RequestError(reason, param="min_pixels", value=low, limit=most)
 
 
 def resize_given_frame(part: Mapping[str, Any], frame: Image.Image, factor: int) -> Image.Image:
-    """A frame of a list, resized as an image before all frames are resized together.
+    """Resize a frame of a list as an image, before all frames are resized together.
 
-    Where the package takes twice the patch size twice as the factor of images (0.0.14 does), this takes it once.
+    qwen-vl-utils 0.0.14 doubles the patch size twice to get the resize factor of images; this function doubles it once.
     """
     height, width = part.get("resized_height"), part.get("resized_width")
     low, high = PART_MIN_TOKENS * factor**2, PART_MAX_TOKENS * factor**2

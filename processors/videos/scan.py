@@ -1,9 +1,9 @@
-"""A scan of the boxes of an MP4 or QuickTime file (ISO 14496-12), before FFmpeg opens it.
+"""Scan the boxes of an MP4 or QuickTime file (ISO 14496-12) before FFmpeg opens it.
 
-While FFmpeg opens such a file, it makes an entry of its index, of about 35 bytes, for every sample that the file
-declares, again for every edit in which the sample is shown. Samples of equal size take no bytes in the file: one of
-20 kB may declare billions. A compressed header may inflate to any size. This scan follows FFmpeg's demuxer as far as it
-is known; only a memory limit of the process, as worker processes have, bounds the memory in all cases.
+When FFmpeg opens such a file, it creates an index entry of about 35 bytes for every sample that the file declares, once
+per edit that shows the sample. Samples of equal size take no bytes in the file: a file of 20 kB may declare billions. A
+compressed header may inflate to any size. This scan follows FFmpeg's demuxer as far as it is known; only a memory limit
+of the process, as in worker processes, bounds the memory in all cases.
 """
 
 import os
@@ -17,16 +17,16 @@ import numpy as np
 from mmvllm.errors import VideoError
 
 MAX_ENTRIES = 100_000_000  # of the index, which take 3.5 GB; 460 hours at 60 frames per second
-FEW_ENTRIES = 100_000  # are accepted of small files, too; else each has at least a byte
-MAX_DEPTH = 10  # boxes inside each other, which is FFmpeg's limit, too
-MAX_RUNS = 1_000_000  # of chunks that have the same number of samples; a table of them has 12 MB
-ENTRY_SAMPLES = 160  # of sound without compression, which have one entry together; most formats have 1024
-READ_BYTES = 1 << 18  # at once, to find a box
+FEW_ENTRIES = 100_000  # accepted even for small files; otherwise a file needs a byte per entry
+MAX_DEPTH = 10  # of nested boxes; also FFmpeg's limit
+MAX_RUNS = 1_000_000  # of chunks with the same number of samples; a table of them has 12 MB
+ENTRY_SAMPLES = 160  # of uncompressed sound per index entry; most formats have 1024
+READ_BYTES = 1 << 18  # per read, when searching for a box
 MAX_DESCRIPTIONS = 1024 * 1024  # bytes of a table of codecs
 
 _OF_FRAGMENTS = (b"trun", b"senc")  # tables of samples
 _TABLES = (*_OF_FRAGMENTS, b"stsz", b"stz2", b"elst", b"cmov", b"hdlr", b"stco", b"co64", b"stsc", b"stts", b"ctts")
-# These have no boxes inside. FFmpeg finds tables in most others, also where the format has none.
+# These boxes have no boxes inside. FFmpeg finds tables in most other boxes, even where the format allows none.
 _OPAQUE = {*_TABLES, b"mdat", b"idat", b"uuid", b"stss"}
 _MEDIA = {b"vide", b"soun", b"subp", b"clcp"}  # handlers that say what a track has; others say where its data are
 
@@ -35,7 +35,7 @@ def scan_boxes(file: str | BinaryIO, name: str) -> None:
     """Raise VideoError, which calls the video `name`, for an index that may take unreasonable memory.
 
     Args:
-        file: a path, or a binary file object that can seek; other formats have no such boxes.
+        file: a path, or a seekable binary file object; files of other formats have no such boxes.
     """
     if isinstance(file, str):
         with open(file, "rb") as opened:
@@ -53,7 +53,7 @@ def scan_boxes(file: str | BinaryIO, name: str) -> None:
         elif kind in _OF_FRAGMENTS:
             num_entries += content.number(4)
         elif kind == b"moof":
-            num_entries += num_tracks  # a fragment has an entry for each
+            num_entries += num_tracks  # a fragment has an entry for each track
         elif kind == b"elst":  # FFmpeg counts by the size of the table
             max_edits = max(max_edits, content.number(4), (content.size - 8) // 12)
         else:
@@ -65,23 +65,23 @@ def scan_boxes(file: str | BinaryIO, name: str) -> None:
 
 @dataclass(slots=True)
 class Track:
-    """What a track declares, as far as it says how long FFmpeg's index of it may be.
+    """The declarations of a track that determine how long FFmpeg's index may become.
 
-    FFmpeg ignores some of the boxes that are found here, so that none may make the number smaller.
+    FFmpeg ignores some of the boxes found here, so no box may lower the estimate.
     """
 
     num_samples: int = 0
     num_chunks: int = 0
     runs: list[np.ndarray] = field(default_factory=list)  # (n, 3): first chunk, samples of each, codec
-    durations: list[list[int]] = field(default_factory=list)  # of runs of samples, as far as two of them
+    durations: list[list[int]] = field(default_factory=list)  # per table: of its first two runs of samples
     handlers: set[bytes] = field(default_factory=set)
-    has_offsets: bool = False  # of the times at which samples are shown
+    has_offsets: bool = False  # whether presentation times differ from decoding times
 
     @property
     def num_entries(self) -> int:
         if not self.durations or any(one not in ([1], [-1 % 2**32]) for one in self.durations):
             return max(self.num_samples, self._num_sound_entries())
-        # FFmpeg takes it for sound without compression, if it is sound, which a codec may say as well.
+        # FFmpeg treats such a track as uncompressed sound if its handler, or its codec, says that it is sound.
         is_sound = self.handlers == {b"soun"} and not self.has_offsets
         return max(self._num_sound_entries(), 0 if is_sound else self.num_samples)
 
@@ -89,7 +89,7 @@ class Track:
         return max(map(self._num_entries_of, self.runs), default=0)
 
     def _num_entries_of(self, runs: np.ndarray) -> int:
-        first, samples = runs[:, 0].astype(np.float64), runs[:, 1].astype(np.float64)  # whose sums do not overflow
+        first, samples = runs[:, 0].astype(np.float64), runs[:, 1].astype(np.float64)  # sums do not overflow
         num_chunks = np.diff(first, append=self.num_chunks + 1).clip(0, self.num_chunks)
         return int((num_chunks * np.ceil(samples / ENTRY_SAMPLES)).sum())
 
@@ -110,7 +110,7 @@ class Track:
 
 
 class Content:
-    """The bytes of a box behind its type."""
+    """The bytes of a box after its type."""
 
     def __init__(self, file: BinaryIO, start: int, end: int):
         self._file, self.start, self.end = file, start, end
@@ -124,13 +124,13 @@ class Content:
         return self._file.read(max(0, min(size, self.size - offset)))
 
     def number(self, offset: int) -> int:
-        """Four bytes, also behind the end of the box, where FFmpeg goes on to read."""
+        """Return a number of four bytes, even beyond the end of the box, where FFmpeg continues to read."""
         self._file.seek(self.start + offset)
         return int.from_bytes(self._file.read(4))
 
 
 def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[bytes, Content]]:
-    """(type, content) of all boxes, those with others inside before them; like FFmpeg, sizes end with the file."""
+    """Yield (type, content) of all boxes, parents before children; as in FFmpeg, sizes end with the file."""
     while at + 8 <= end and depth <= MAX_DEPTH:
         file.seek(at)
         size, kind = struct.unpack(">I4s", file.read(8))
@@ -145,13 +145,13 @@ def _boxes(file: BinaryIO, at: int, end: int, depth: int) -> Iterator[tuple[byte
         if kind == b"stsd":
             yield from _tables_inside(file, content)
         elif kind not in _OPAQUE:
-            inside = _place_of_handler(content) if kind == b"meta" else 0  # a version may precede what is inside
+            inside = _place_of_handler(content) if kind == b"meta" else 0  # a version may precede the boxes inside
             yield from _boxes(file, start + inside, stop, depth + 1)
         at = stop
 
 
 def _place_of_handler(content: Content) -> int:
-    """Where FFmpeg begins to read the boxes in `meta`; its end, where it reads none."""
+    """Return the offset where FFmpeg begins to read the boxes in `meta`; the end of `meta` if it reads none."""
     for offset in range(0, content.size, READ_BYTES):
         data = content.read(offset, READ_BYTES)
         words = np.frombuffer(data, "S4", len(data) // 4)
@@ -161,7 +161,7 @@ def _place_of_handler(content: Content) -> int:
 
 
 def _tables_inside(file: BinaryIO, content: Content) -> Iterator[tuple[bytes, Content]]:
-    """Tables behind the fields of a codec, whose length depends on it: they are searched by name."""
+    """Yield the tables after a codec's fields, whose length depends on the codec: tables are searched by name."""
     data = content.read(0, MAX_DESCRIPTIONS)
     for kind in _TABLES:
         at = data.find(kind)

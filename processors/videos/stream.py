@@ -1,7 +1,7 @@
-"""The frames of one video stream by PyAV, upright, in the order in which they are shown, with seeks to keyframes.
+"""Read the frames of a video stream with PyAV: upright, in presentation order, and seeking to keyframes.
 
-Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. Nothing here bounds time or
-memory: frames are yielded one by one.
+Packets that FFmpeg cannot decode are skipped; too many consecutive errors end the stream. This module bounds neither
+time nor memory, but reads frames one by one.
 """
 
 import errno
@@ -15,11 +15,11 @@ from mmvllm.errors import VideoError
 from mmvllm.processors.videos.clip import MAX_FPS, is_later_shown
 from mmvllm.processors.videos.limits import VideoLimits
 
-SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # whose times and keyframes are reliable
+SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi")  # formats with reliable times and keyframes
 MAX_ERRORS = 64  # consecutive errors of the container
 MAX_DECODER_ERRORS = 1000  # consecutive; more than the packets before the first keyframe of a cut recording
-MAX_RETREATS = 3  # keyframes that turn out to be shown too late, before a video is read without seeking
-LOST_PERIODS = 2  # behind the last frame: packets up to there may be second fields, or belong to no frame
+MAX_RETREATS = 3  # to earlier keyframes, before a video is read without seeking
+LOST_PERIODS = 2  # after the last frame; packets within them may be second fields, or belong to no frame
 
 Matrix = tuple[int, int, int, int]  # (a, b, c, d): a pixel at (x, y) is shown at (a * x + c * y, b * x + d * y)
 
@@ -33,12 +33,12 @@ class FramesEnded(Exception):
 
 
 class VideoStream:
-    """The first video stream of a file that is no cover image; `close` closes the file.
+    """The first video stream of a file that is not a cover image; `close` closes the file.
 
     Args:
         open_container: opens the file with PyAV, from its beginning; called again for formats that cannot go back.
         limits: which codecs and sizes of frames are accepted.
-        num_threads: of the decoder.
+        num_threads: number of the decoder's threads.
 
     Raises VideoError for a file without a video that can be decoded.
     """
@@ -48,7 +48,7 @@ class VideoStream:
         self._num_threads = num_threads
         self._open()
         self._can_seek = self._container.format.name in SEEKABLE
-        # An AVI file has no times, only an order of decoding.
+        # AVI files store no times, only the decoding order.
         self._is_counted = self._container.format.name == "avi" and self._stream.codec_context.has_b_frames
         self._may_jump = self._can_seek and not self._is_counted
 
@@ -60,7 +60,7 @@ class VideoStream:
             self._container.close()
             raise
         self._stream.codec_context.thread_count = self._num_threads
-        # Before memory is taken for a frame that is larger than the first one; with the decoder's padding.
+        # Larger frames than the first one are refused before they are allocated; includes the decoder's padding.
         self._stream.codec_context.options = {"max_pixels": str(min(2 * self._limits.max_frame_pixels, 2**31 - 1))}
         self._time_base = float(self._stream.time_base or 0) or 1.0
         self._rate = self._declared_rate()
@@ -79,20 +79,20 @@ class VideoStream:
         if codec is None:
             raise VideoError(self._name, "its codec is not supported")
         if self._limits.codecs and codec not in self._limits.codecs:
-            raise VideoError(self._name, f"its codec is {codec}, accepted are {', '.join(self._limits.codecs)}")
+            raise VideoError(self._name, f"its codec {codec} is not accepted; use {', '.join(self._limits.codecs)}")
         return videos[0]
 
-    # How long it is
+    # Duration
 
     def measure(self, counts: bool = False) -> tuple[int, float]:
-        """Number of frames, and frames per second, on average.
+        """Return the number of frames and the average frames per second.
 
-        The header's, if the file goes on to the end that it declares; otherwise packets are counted. Matroska's has no
-        number, which follows from the time of the last frame unless `counts` says that it must not.
+        They come from the header if the file reaches its declared end; otherwise packets are counted. Matroska's header
+        has no number: it is inferred from the time of the last frame, or counted if `counts` is set.
         """
         number, rate = self._stream.frames, self._rate
         num_packets, num_bytes = len(self._stream.index_entries), self._container.size
-        if num_packets > num_bytes > 0:  # each would be read and decoded, to no end
+        if num_packets > num_bytes > 0:  # reading and decoding each would never end
             raise VideoError(self._name, f"has an index of {num_packets} packets, more than {num_bytes} bytes can have")
         end = self._end() if rate and self._can_seek else None
         if end is None:
@@ -104,14 +104,14 @@ class VideoStream:
 
     @property
     def declared_seconds(self) -> float:
-        """What the header says; 0 if it says nothing."""
+        """The duration that the header declares; 0 if it declares none."""
         if self._stream.duration:
             return self._stream.duration * self._time_base
         return (self._container.duration or 0) / 1_000_000
 
     @property
     def declared_size(self) -> tuple[int, int]:
-        """Height and width that the header says, before frames are turned; 0 if it says nothing."""
+        """Height and width that the header declares, before frames are turned; 0 if it declares none."""
         return self._stream.codec_context.height, self._stream.codec_context.width
 
     def _declared_rate(self) -> float | None:
@@ -119,7 +119,7 @@ class VideoStream:
         return rate if 0 < rate <= MAX_FPS else None
 
     def _end(self) -> float | None:
-        """Seconds from the first frame to the end of the last one, as found behind the last keyframe."""
+        """Return the seconds from the first frame to the end of the last one, from packets after the last keyframe."""
         start = self._stream.start_time
         if not self.declared_seconds or start is None:
             return None
@@ -139,7 +139,7 @@ class VideoStream:
         return number, (number - 1) / seconds
 
     def _packet_times(self) -> Iterator[tuple[int | None, int | None]]:
-        """Beginning and end of each packet that has a frame, in the order of the file."""
+        """Yield start and end of each packet that has a frame, in the order of the file."""
         for packet in self._packets():
             at = packet.dts if packet.pts is None else packet.pts
             if packet.size and not packet.is_discard:
@@ -148,7 +148,7 @@ class VideoStream:
     # Frames
 
     def begin(self) -> tuple[int, int] | None:
-        """Go to the first frame, from which `shown` counts seconds: its upright height and width, or None."""
+        """Go to the first frame, time 0 of `shown`; return its upright height and width, or None without a frame."""
         self._rewind()
         self._restart(lambda frame: True)
         start = self._stream.start_time
@@ -157,15 +157,15 @@ class VideoStream:
             self._restart(lambda frame: True)
         if self._next is None:
             return None
-        self._is_counted |= self._next.pts is None and self._next.dts is None  # a stream without a container
+        self._is_counted |= self._next.pts is None and self._next.dts is None  # a raw stream without a container
         self._start, self._matrix = self._pts(self._next), display_matrix(self._next)
         self._keyframes = self._keyframe_times() if self._may_jump else []
         return upright_size(self._next.height, self._next.width, self._matrix)
 
     def shown(self, at: float, period: float) -> np.ndarray:
-        """The upright frame for a time (see `is_later_shown`), (height, width, 3) uint8.
+        """Return the upright frame for a time (see `is_later_shown`), (height, width, 3) uint8.
 
-        Times must not fall from call to call. Raises FramesEnded if the packets for this time cannot be decoded.
+        Times must not decrease between calls. Raises FramesEnded if the packets for this time cannot be decoded.
         """
         self._approach(at + 0.1 * period)
         while self._next is not None and (
@@ -190,7 +190,7 @@ class VideoStream:
         self._next = next((frame for frame in self._frames if is_first(frame)), None)
 
     def _time(self) -> float:
-        """Seconds at which the next frame begins."""
+        """Return the start of the next frame in seconds."""
         if self._is_counted:
             return self._num_passed / (self._rate or 1.0)
         return (self._pts(self._next) - self._start) * self._time_base
@@ -216,7 +216,7 @@ class VideoStream:
                 num_errors = 0
             except (ValueError, OSError, EOFError) as error:  # FFmpeg's errors are among them
                 if getattr(error, "errno", None) == errno.ENOMEM:
-                    raise MemoryError from None  # frames that are there are not skipped
+                    raise MemoryError from None  # intact frames must not be skipped
                 num_errors += 1
                 if num_errors == MAX_DECODER_ERRORS:
                     return
@@ -251,9 +251,9 @@ class VideoStream:
         self._restart(lambda frame: True)
 
     def _keyframe_times(self) -> list[float]:
-        """Seconds at which keyframes are shown, as far as the index of the file has them.
+        """Return the seconds at which the keyframes in the file's index are shown.
 
-        It has decoding times, which precede presentation times by the same amount for most keyframes.
+        The index has decoding times, which precede presentation times by the same amount for most keyframes.
         """
         times = [entry.timestamp for entry in self._stream.index_entries if entry.is_keyframe]
         first = min(times, default=0)
@@ -276,7 +276,7 @@ class VideoStream:
 
 
 def upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
-    """The pixels, (height, width, 3) uint8, turned and mirrored as a display matrix says."""
+    """Turn and mirror pixels, (height, width, 3) uint8, according to a display matrix."""
     if matrix is None:
         return pixels
     a, b, c, d = matrix
@@ -286,7 +286,7 @@ def upright(pixels: np.ndarray, matrix: Matrix | None) -> np.ndarray:
 
 
 def upright_size(height: int, width: int, matrix: Matrix | None) -> tuple[int, int]:
-    """Height and width of a frame that `upright` has turned."""
+    """Return the height and width of a frame after `upright`."""
     is_turned = matrix is not None and abs(matrix[1]) > abs(matrix[0])
     return (width, height) if is_turned else (height, width)
 
@@ -296,9 +296,9 @@ def _stride(sign: int) -> int:
 
 
 def display_matrix(frame: Any) -> Matrix | None:
-    """The display matrix of a frame that is to be turned or mirrored.
+    """Return the display matrix of a frame; None if it has none.
 
-    PyAV's side data and their frame hold each other until Python collects cycles: only the first frame is asked.
+    Only the first frame is queried, because PyAV's side data and their frame form a reference cycle.
     """
     from av.sidedata.sidedata import Type
 

@@ -93,7 +93,7 @@ def test_a_failure_in_the_process_ends_the_run(marker, message, bench, stub, con
 def test_a_model_of_other_sizes_is_refused(bench, stub, tmp_path):
     folder = write_converted(tmp_path / "other", intermediate_size=64)
     code, _, err = bench("latency", *SMALL, "--openvino-model", folder)
-    assert code == 2 and "is of another model: its intermediate_size is 64, that of the compared one" in err
+    assert code == 2 and "is another model: its intermediate_size is 64, but the compared model has" in err
 
 
 def test_wrong_options_end_with_a_message(bench, converted, tmp_path):

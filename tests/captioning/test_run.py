@@ -221,7 +221,7 @@ def test_pixel_bounds_change_the_tokens_of_an_image(folder, llm):
         ({"min_pixels": 9, "max_pixels": 4}, "min_pixels is 9, above max_pixels 4"),
         ({"format": "xml"}, "format must be one of jsonl, csv, parquet, txt, webdataset-json, got 'xml'"),
         ({"format": "csv"}, "csv needs output FILE.csv"),
-        ({"skip_existing": True}, "skip_existing is for caption files"),
+        ({"skip_existing": True}, "skip_existing needs a format with caption files"),
         ({"output": "/no/such/folder/out.jsonl"}, "there is no folder /no/such/folder"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"min_pixels": 10**12}, "min_pixels must be at most.*, got 1000000000000"),

@@ -89,7 +89,7 @@ def test_a_suffix_that_no_file_can_have_is_refused(suffix, folder, llm):
         ({"context_from": ".webp"}, "context_from is '.webp': .*searched for images"),
         ({"context_from": ".json"}, "context is read from text files only"),
         ({"context_mode": "after"}, "context_mode must be one of prepend, append, got 'after'"),
-        ({"caption_extension": ".caption"}, "caption_extension is for the format txt, the format is jsonl"),
+        ({"caption_extension": ".caption"}, "caption_extension needs the format txt, got jsonl"),
         ({"format": "webdataset-json", "caption_extension": ".caption"}, "the format is webdataset-json"),
         ({"format": "txt", "context_from": ".txt"}, "would replace what they are made from"),
         ({"format": "txt", "caption_extension": ".tags", "context_from": ".tags"}, "choose another caption_extension"),

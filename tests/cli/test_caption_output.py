@@ -28,7 +28,7 @@ def test_the_first_failures_are_printed_and_all_are_counted_by_reason(caption, i
     assert (code, out, len(printed)) == (3, [], 10)
     assert printed[0].startswith(f"{images}/bad-00.png: not an image in AVIF, ")
     assert err.count("further failures are recorded, and not printed") == 1
-    assert rows(err)["failed"] == "13; --retry-failed takes these again, once they are mended"
+    assert rows(err)["failed"] == "13; --retry-failed retries them, once they are fixed"
     assert re.fullmatch("12 not an image in AVIF, .*, WEBP; 1 is empty", rows(err)["reasons"])
 
 
@@ -63,10 +63,7 @@ def test_no_image_is_counted_twice(caption, images, tmp_path):
     first, second = (rows(caption(*arguments)[2]) for _ in range(2))
     assert (first["captioned"], first["failed"][0]) == ("5", "3") and not {"skipped", "failed before"} & first.keys()
     assert second["skipped"] == "5 (recorded by an earlier run, or given twice)"
-    assert (
-        second["failed before"]
-        == "3 (recorded by an earlier run); --retry-failed takes these again, once they are mended"
-    )
+    assert second["failed before"] == "3 (recorded by an earlier run); --retry-failed retries them, once they are fixed"
     assert "failed" not in second and second["speed"] == "0.00 images/s"
     third = rows(caption(*arguments, "--retry-failed")[2])
     assert third["skipped"] == "5 (not recorded as failed)" and third["failed"] == "3"

@@ -126,8 +126,8 @@ def output(reason: str = "eos", tokens: int = 11, first: float | None = 10.5) ->
             output("length"),
             [42, 1000],
             [],
-            "Cut at the longest answer · first token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens cached"
-            " · 42 + 1,000 = 1,042 picture tokens",
+            "Cut off at the maximum length · first token after 0.50 s · 5 tokens/s · 1,000 of 1,200 prompt tokens "
+            "cached · 42 + 1,000 = 1,042 picture tokens",
         ),
         (output("aborted", 0, None), [], [], "Stopped"),
     ],

@@ -81,7 +81,7 @@ def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
         turn = Turn("What is this?", (sent(uploads, "one"),))
         seen = await answer_steps(sessions, session, turn)
         assert len(set(seen)) > 2 and all(later.startswith(sooner) for sooner, later in pairwise(seen))
-        assert turn.note.startswith("Cut at the longest answer · first token after")
+        assert turn.note.startswith("Cut off at the maximum length · first token after")
         assert turn.note.endswith("12 picture tokens")
         assert (session.request_id, session.turns) == (None, [turn])
         assert session.gallery[0] == (turn.media[0], f"What is this? {turn.answer}")

@@ -199,9 +199,9 @@ def test_the_checkpoint_s_sampling_does_not_apply_to_beam_search(llm, monkeypatc
         (
             {"length_penalty": 2},
             "length_penalty",
-            "length_penalty is 2.0, but it is of beam search, which needs beam",
+            "length_penalty is 2.0, but it needs beam search (beam_width)",
         ),
-        ({"early_stopping": "never"}, "early_stopping", "is of beam search, which needs beam_width; leave it out"),
+        ({"early_stopping": "never"}, "early_stopping", "needs beam search (beam_width); leave it out"),
         ({"beam_width": 2, "early_stopping": "x"}, "early_stopping", "must be True, False or 'never'"),
         ({"beam_width": 2, "early_stopping": 1}, "early_stopping", "must be True, False or 'never'"),
         ({"beam_width": 2, "length_penalty": 11}, "length_penalty", "in [-10, 10]"),

@@ -153,7 +153,7 @@ def test_out_of_memory_errors_of_every_kind_are_recognized(allocate, make, expec
 
     monkeypatch.setattr(llm.engine.model_runner, "run", limited)
     assert completions(llm) == expected
-    assert "a step of 5 sequences ran out of memory; they compute again, and at most 2 run at once" in caplog.text
+    assert "a step of 5 sequences ran out of memory; they are recomputed, and at most 2 run at once" in caplog.text
 
 
 @with_and_without_launching_ahead

@@ -249,7 +249,7 @@ def test_an_exporter_or_a_span_that_fails_costs_one_warning(caplog):
     tracer.shutdown()
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].endswith("here; requests are served, their spans are lost: no route")
-    assert messages[1:] == ["a request could not be traced; this is told once"]
+    assert messages[1:] == ["a request could not be traced; this warning is logged once"]
     assert tracer._exporter.export([]) is SpanExportResult.FAILURE
 
 

@@ -358,7 +358,7 @@ def test_three_redirects_are_followed_and_a_fourth_is_not(network):
         ("http://[fd00:ec2::254]/secret", "no public address"),
         ("//127.0.0.2/secret", "no public address"),
         ("http://inner.example/secret", "no public address"),
-        ("https://2130706433/secret", "not an address as it is usually written"),
+        ("https://2130706433/secret", "not an address in the usual notation"),
         ("http://other.test/secret", "allowed_domains"),
         ("http://good@127.0.0.1/secret", "no user names"),
         ("http:\\\\127.0.0.1\\secret", "backslash"),

@@ -268,5 +268,5 @@ def test_a_video_that_goes_on_behind_an_image_is_refused():
         return input_from_tensors(rules, ids, image, [(1, 2, 2)], pixel_values_videos=patches, video_grid_thw=grids)
 
     assert [item.placeholder for item in given((2, 2, 2), (1, 2, 2)).mm_items] == [(0, 1), (1, 1), (3, 1), (5, 1)]
-    with pytest.raises(RequestError, match=r"stand inside a video of grid \(2, 2, 2\); give grids in the order"):
+    with pytest.raises(RequestError, match=r"are inside a video of grid \(2, 2, 2\); give grids in the order"):
         given((1, 2, 2), (2, 2, 2))

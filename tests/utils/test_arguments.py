@@ -51,7 +51,9 @@ def test_dtypes_have_their_names_of_vllm():
 
 @pytest.mark.parametrize("name", ["awq", "gptq_marlin", "compressed-tensors"])
 def test_the_quantization_of_a_checkpoint_is_not_an_argument(name):
-    with pytest.raises(ValueError, match=f"quantization is '{name}', which a checkpoint says itself, .* leave it out"):
+    with pytest.raises(
+        ValueError, match=f"quantization is '{name}', but config.json of the checkpoint names it; leave it out"
+    ):
         EngineConfig(quantization=name)
 
 

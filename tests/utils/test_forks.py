@@ -69,7 +69,7 @@ def used_llm():
 def test_a_call_of_a_fork_is_refused(call, used_llm):
     said = in_a_fork(lambda: call(used_llm))
     assert said.startswith(f"RuntimeError: this model was loaded in process {os.getpid()}, and process ")
-    assert said.endswith("load it after the fork, or start processes by 'spawn'")
+    assert said.endswith("load it after the fork, or start processes with 'spawn'")
 
 
 def test_a_fork_frees_nothing_and_may_load_a_model_of_its_own(used_llm):
@@ -114,7 +114,7 @@ def test_engines_in_processes_need_a_process_that_is_no_daemon(tmp_path):
     process = context.Process(target=_start_two, args=(str(tmp_path / "said"), str(tmp_path / "log")), daemon=True)
     process.start()
     process.join(120)
-    assert "which a daemonic process of multiprocessing" in (tmp_path / "said").read_text()
+    assert "from a daemonic process of multiprocessing" in (tmp_path / "said").read_text()
     assert (tmp_path / "log").read_text() == ""
 
 

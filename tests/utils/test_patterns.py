@@ -93,7 +93,7 @@ def test_what_an_engine_without_a_limit_may_match_repeats_no_choice(pattern, rea
 
 def test_a_match_that_takes_too_long_ends(monkeypatch):
     monkeypatch.setattr(patterns_module, "MATCH_SECONDS", 0.1)
-    message = f"the expression {SLOW!r} takes too long to match '{NAME}'; write it simpler"
+    message = f"the expression {SLOW!r} takes too long to match '{NAME}'; simplify it"
     with pytest.raises(PatternError, match=re.escape(message)):
         Matching(5.0).is_match(compiled(SLOW), NAME)
 
@@ -158,7 +158,7 @@ def test_all_matches_of_a_file_share_their_time(monkeypatch):
 
 def test_many_quick_expressions_have_a_limit_too():
     matching, few = Matching(0.05), 0
-    with pytest.raises(PatternError, match=r"the expression '.*' is one of too many, or others take too long"):
+    with pytest.raises(PatternError, match=r"the expression '.*' exceeds the time limit of its file"):
         for few in range(10**6):
             assert not matching.is_match(matching.compiled(f"visual.*{few}"), NAME)
     assert 0 < few < 10**5

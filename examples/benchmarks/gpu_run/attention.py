@@ -2,7 +2,7 @@
 
     python -m gpu_run.attention FOLDER
 
-Prints a table, and as its last line the times in microseconds as JSON. What cannot run is there with its reason.
+Prints a table and, as its last line, the times in microseconds as JSON. Kernels that cannot run have the reason.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from mmvllm.kernels.common.dispatch import Case
 from mmvllm.models.registry import load_config
 
 TILES = [(128, 64, 8), (128, 64, 4), (128, 128, 8), (128, 32, 4), (64, 64, 4), (64, 128, 4)]  # rows, keys, warps
-DECODE_KEYS = [16, 32, 64, 128]  # of a tile
+DECODE_KEYS = [16, 32, 64, 128]  # keys of a tile
 MAX_SPLITS = [8, 16, 32, 64]
 STAGES = [2, 3, 4, 5]
 
@@ -29,7 +29,7 @@ STAGES = [2, 3, 4, 5]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--small", action="store_true", help="the smallest case of each kernel, with one choice")
+    parser.add_argument("--small", action="store_true", help="measure one case of each kernel, with one choice")
     args = parser.parse_args()
     on_cuda = torch.cuda.is_available()
     device, dtype = torch.device("cuda" if on_cuda else "cpu"), torch.bfloat16 if on_cuda else torch.float16
@@ -57,7 +57,7 @@ def _kernel(case: Case, kind: str) -> Callable[[], object]:
 
 
 def _backends(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The kernel as it is, its reference, and for a ViT's attention the libraries' kernels."""
+    """Yield the kernel as it is, its reference, and for a ViT's attention the libraries' kernels."""
     yield "triton", _kernel(case, "triton")
     yield "torch", _kernel(case, "torch")
     if case.kernel == "packed_attention":
@@ -80,7 +80,7 @@ def _flash(case: Case) -> None:
 
 
 def _changes(case: Case) -> list[tuple[str, str, object]]:
-    """Other values of a function or constant of the attention files: its name, what it is called here, the value."""
+    """Return other values of a function or constant of the attention files: its name, the value's label, the value."""
     changes = [("tile_sizes", str(tile), lambda *_, tile=tile: tile) for tile in TILES]
     if case.kernel == "paged_attention" and case.args[-1] == 1:
         changes = [("decode_block_n", str(keys), lambda *_, keys=keys: keys) for keys in DECODE_KEYS]
@@ -92,7 +92,7 @@ def _changes(case: Case) -> list[tuple[str, str, object]]:
 
 @contextmanager
 def _replaced(name: str, value: object) -> Iterator[None]:
-    """A function or constant of the attention files has another value meanwhile."""
+    """Replace a function or constant of the attention files inside the `with` statement."""
     before = {module: getattr(module, name) for module in (packed_attention, paged_attention) if hasattr(module, name)}
     for module in before:
         setattr(module, name, value)

@@ -1,6 +1,6 @@
-"""Folders with the published sizes of Qwen2-VL, without weights: for engines with `load_format="dummy"`.
+"""Writes folders with the published sizes of Qwen2-VL, without weights, for engines with `load_format="dummy"`.
 
-The tokenizer is the bundled model's, and with it the ids of special tokens: neither changes what a step costs.
+The tokenizer and the ids of special tokens are the bundled model's; neither changes the cost of a step.
 """
 
 import json
@@ -22,7 +22,7 @@ IMAGES = {
 
 
 def write_checkpoint(folder: Path, size: str) -> Path:
-    """Write the config of a size, "2B" or "7B", or copy the bundled model's for "bundled"; returns the folder."""
+    """Write the config of a size, "2B" or "7B", or copy the bundled model's for "bundled"; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in BUNDLED.iterdir():
         if path.suffix != ".safetensors":
@@ -36,7 +36,7 @@ def write_checkpoint(folder: Path, size: str) -> Path:
 
 
 def config(size: str) -> dict:
-    """config.json in the layout of transformers 5."""
+    """Return config.json in the layout of transformers 5."""
     bundled = json.loads((BUNDLED / "config.json").read_text())
     hidden_size, intermediate_size, heads, kv_heads, vocab_size, tied = SIZES[size]
     text = {

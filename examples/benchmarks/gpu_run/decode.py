@@ -2,8 +2,8 @@
 
     python -m gpu_run.decode --calls 20000 --seconds 150
 
-Each call has other lengths, blocks and queries, and is made twice: both results must be equal in every bit, although
-the order in which the splits finish changes. The last line is the result as JSON.
+Each call has random lengths, blocks and queries, and is repeated: both results must be equal in every bit, although the
+splits may finish in another order. The last line is the result as JSON.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attentio
 
 SHAPES = ((12, 2, 128), (28, 4, 128), (32, 8, 80), (5, 1, 64))  # query heads, KV heads, head size
 BLOCK_SIZE = 16
-KEPT = 256  # values of each call, drawn at random, that the rule for all calls compares
+KEPT = 256  # random values of each call, which the rule for all calls compares
 
 
 class RandomCache:
@@ -31,11 +31,11 @@ class RandomCache:
         self.heads, self.kv_heads, self.head_dim = shape
         size = (2, num_blocks, BLOCK_SIZE, self.kv_heads, self.head_dim)
         self.values = torch.randn(size, device=device).to(dtype)
-        self.values[0].mul_(2)  # of the keys: scores beyond +-10, so that few keys dominate
+        self.values[0].mul_(2)  # the keys: scores beyond +-10, so that few keys dominate
         self.values[:, 0] = torch.nan
 
     def call(self, kv_lens: list[int], generator: torch.Generator) -> tuple:
-        """The arguments of a call for sequences of these lengths."""
+        """Return the arguments of a call for sequences of these lengths."""
         device, S = self.values.device, len(kv_lens)
         table = torch.zeros(S, -(-max(kv_lens) // BLOCK_SIZE) + 1, dtype=torch.int32)
         blocks = 1 + torch.randperm(self.values.shape[1] - 1, generator=generator)
@@ -48,7 +48,7 @@ class RandomCache:
 
 
 def exact_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, _, kv_lens: Tensor, table: Tensor, __) -> Tensor:
-    """The definition, in float64, on padded contexts."""
+    """Compute attention by its definition, in float64, on padded contexts."""
     group = q.shape[1] // k_cache.shape[2]
     longest = int(kv_lens.max())
     unseen = torch.arange(longest, device=q.device) >= kv_lens[:, None]  # (S, T)
@@ -63,14 +63,14 @@ def exact_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, _, kv_lens: Ten
 
 
 def num_splits(cache: RandomCache, lens: list[int]) -> int:
-    """The number of splits that the kernel makes of the longest context."""
+    """Return the number of splits that the kernel makes of the longest context."""
     block_n = file.decode_block_n(cache.head_dim, cache.values.dtype)
     width = -(-max(lens) // BLOCK_SIZE) + 1
     return file.num_splits(len(lens) * cache.kv_heads, width * BLOCK_SIZE, block_n, cache.values.device)
 
 
 class RandomCalls:
-    """Counts and errors of the calls so far."""
+    """Runs random calls, and keeps their counts and errors."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, longest: int, num_blocks: int, seed: int):
         self.device, self.dtype, self.longest = device, dtype, longest
@@ -122,8 +122,8 @@ class RandomCalls:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=150, help="no call begins later")
-    parser.add_argument("--longest", type=int, default=4096, help="context, in tokens")
+    parser.add_argument("--seconds", type=float, default=150, help="start no call after this time")
+    parser.add_argument("--longest", type=int, default=4096, help="longest context in tokens")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     on_cuda = torch.cuda.is_available()

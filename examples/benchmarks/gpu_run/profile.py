@@ -1,4 +1,4 @@
-"""Decode steps of batches of several sizes under torch.profiler.
+"""Profiles decode steps of batches of several sizes with torch.profiler.
 
     python -m gpu_run.profile FOLDER --batch-sizes 1,8,64,256
 

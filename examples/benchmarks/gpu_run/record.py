@@ -1,4 +1,4 @@
-"""What the run has measured so far: results.json with everything, a file for each stage, and table.md."""
+"""The results of a run so far: results.json with everything, a file for each stage, and table.md."""
 
 import json
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 from gpu_run.stages import Stage
 from gpu_run.summary import table
 
-UNFINISHED = "out of time"  # the status of a step that the end of the whole run cut off: it has no result
+UNFINISHED = "out of time"  # the status of a step without a result, because the whole run ended
 
 
 class RunRecord:
-    """Written after every step, in a way that a kill leaves the last complete version."""
+    """The results of a run, written after every step; a kill leaves the last complete version."""
 
     def __init__(self, output: Path):
         self.output, self._path = output, output / "results.json"
@@ -20,7 +20,7 @@ class RunRecord:
             self.results = json.loads(self._path.read_text())
 
     def steps(self, stage: Stage) -> dict[str, dict]:
-        """The results of a stage's steps by name."""
+        """Return the results of a stage's steps by name."""
         entry = self.results["stages"].setdefault(stage.name, {"title": stage.title, "steps": {}})
         return entry["steps"]
 

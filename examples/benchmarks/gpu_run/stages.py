@@ -14,12 +14,12 @@ ALONE = "kv_blocks_fill or test_on_a_gpu"  # tests that measure the GPU's free m
 class Stage:
     name: str
     title: str
-    minutes: float  # that it may take at most
+    minutes: float  # time limit
     steps: list[RunStep]
 
 
 def stages(output: Path, small: bool) -> list[Stage]:
-    """`output` has the folders of the checkpoints, and gets the files of pytest."""
+    """Return the stages; `output` has the folders of the checkpoints, and gets the files of pytest."""
     return _Stages(output, small).all()
 
 
@@ -123,7 +123,7 @@ class _Stages:
         return RunStep(name, command, may_be_refused=True)
 
     def _pytest(self, name: str, *arguments: str, parallel: bool = True) -> RunStep:
-        """Without the options of pyproject.toml, which need a plugin; with the plugin, in eight processes."""
+        """Run pytest without the options of pyproject.toml, which need a plugin; with the plugin, in 8 processes."""
         workers = ("-n", 8, "--dist", "load") if parallel and not self.small and find_spec("xdist") else ()
         junit = self.output / f"logs/{name}.xml"
         options = ("-o", "addopts=", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={junit}", *workers)

@@ -1,4 +1,4 @@
-"""Steps of the run: each a process with a time limit, whose result is kept whatever becomes of it."""
+"""Steps of the run: processes with a time limit, whose result is recorded even if they fail."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from pathlib import Path
 from mmvllm.processes.signals import signals_deferred
 
 ROOT = Path(__file__).resolve().parents[3]
-KEPT_CHARACTERS = 6000  # of the output, at its end
+KEPT_CHARACTERS = 6000  # at the end of the output
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """A command.
+    """A command of the run.
 
     Args:
-        needs: Python packages without which it cannot run.
-        may_be_refused: exit code 2, wrong usage, means that this version does not have what is measured.
-        junit: the file in which pytest writes its results.
+        needs: Python packages that the command requires.
+        may_be_refused: whether exit code 2 (wrong usage) means that this version lacks the measured feature.
+        junit: the file to which pytest writes its results.
     """
 
     name: str
@@ -36,7 +36,7 @@ class RunStep:
 
 
 def run_step(step: RunStep, seconds: float, logs: Path) -> dict:
-    """Run it for so long at most -> "status", "seconds", "command", and "reason", "result" and "output" where known.
+    """Run a step for at most `seconds`; return its "status", "seconds", "command", "result", "output" and "reason".
 
     The status is "ok", "failed", "time limit", or "not available".
     """
@@ -60,15 +60,15 @@ def run_step(step: RunStep, seconds: float, logs: Path) -> dict:
 
 
 def _finish(step: RunStep, seconds: float, out: Path, err: Path) -> int | None:
-    """The exit code; None if the time was over. The process and its children are ended in any case."""
+    """Return the exit code, or None after the time limit; end the process and its children in any case."""
     paths = [str(ROOT), str(ROOT / "examples/benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     env = os.environ | own | step.env
     process = None
     with out.open("wb") as stdout, err.open("wb") as stderr:
         try:
-            # A new process group, which can be ended as a whole; in this session, with which it ends.
-            with signals_deferred():  # an exception inside Popen would lose the process that it has begun
+            # A new process group can be ended as a whole; it stays in this session, with which it ends.
+            with signals_deferred():  # an exception inside Popen would lose the process that it has started
                 process = subprocess.Popen(
                     step.command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr, process_group=0
                 )
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _result(step: RunStep, text: str) -> dict | None:
-    """The JSON object in the last line of the output, or what pytest counted."""
+    """Return the JSON object in the last line of the output, or the counts of pytest."""
     if step.junit is not None:
         return _tests(step.junit) if step.junit.is_file() else None
     last = _last_line(text)

@@ -1,16 +1,16 @@
-"""The tables of a run, in Markdown: what was measured, beside what should be reached."""
+"""The tables of a run in Markdown: measurements beside goals."""
 
 from collections.abc import Iterator
 
 Row = tuple[str, ...]
 
-BANDWIDTH = {"2B": 0.60, "7B": 0.75}  # of the memory's, that decode steps should reach
-ARITHMETIC = 0.55  # of the matrix throughput, that the ViT and prefill should reach
-IMAGES_PER_SECOND = 250  # with one output token, of the 2B sizes
+BANDWIDTH = {"2B": 0.60, "7B": 0.75}  # goals for decode steps, as shares of the memory's bandwidth
+ARITHMETIC = 0.55  # goal for the ViT and prefill, as a share of the matrix throughput
+IMAGES_PER_SECOND = 250  # goal with one output token, for the 2B sizes
 
 
 def table(results: dict) -> str:
-    """All tables, and what could not be measured."""
+    """Return all tables, including the steps that could not be measured."""
     stages = results["stages"]
     environment = ", ".join(f"{name} {value}" for name, value in results["environment"].items() if value)
     tables = [
@@ -41,7 +41,7 @@ def _line(cells: Row) -> str:
 
 
 def _measured(stages: dict, prefix: str) -> Iterator[tuple[str, dict]]:
-    """Results of steps whose names begin so, in all stages."""
+    """Yield the results of steps whose names begin with `prefix`, in all stages."""
     for stage in stages.values():
         for name, step in stage["steps"].items():
             if name.startswith(prefix) and step.get("result"):

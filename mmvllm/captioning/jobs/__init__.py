@@ -1,1 +1,1 @@
-"""Tasks -> records: by one engine, several, Ray or an endpoint."""
+"""Turns tasks into records, with one engine, several engines, Ray or an endpoint."""

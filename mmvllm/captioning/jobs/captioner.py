@@ -1,4 +1,4 @@
-"""Tasks -> records: images and clips prepared ahead of the engine, with several prompts; duplicates captioned once."""
+"""Turns tasks into records: prepares images and clips ahead of the engine, and captions duplicates only once."""
 
 import time
 import uuid
@@ -34,9 +34,9 @@ Select = Callable[[PreparedRequest], bool]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An item to be captioned; `key` identifies its record, `file` is its caption file, if one is to be written.
+    """An item to caption; `key` identifies its record, and `file` is the caption file to write, if any.
 
-    A folder, tar or list that could not be read is a task too (`is_image` is false): it gets a record of its error.
+    A folder, tar or list line that could not be read is a task too, with `is_image` false: its record has the error.
     """
 
     item: Item
@@ -46,17 +46,17 @@ class Task:
 
 
 class Captioner:
-    """One engine and the settings of one job; images are prepared in threads, or in worker processes.
+    """Captions the tasks of one job with one engine; images are prepared in threads or in worker processes.
 
-    With `ordered`, records come in the order of their tasks; an image that takes long holds up those after it.
+    With `ordered`, records come in the order of their tasks, so a slow image holds up the images after it.
 
-    A subclass without an engine says itself how images are prepared and where the outputs come from.
+    A subclass without an engine defines how images are prepared and where the outputs come from.
 
-    Raises ArgumentError if the engine's processor cannot be sent to worker processes or make a prompt of the job's
+    Raises ArgumentError if the engine's processor cannot be sent to worker processes or cannot render the job's
     messages, or if the schema of captions cannot be enforced.
     """
 
-    noun = "the engine"  # what messages call what writes the captions
+    noun = "the engine"  # the source of the captions in messages
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class Captioner:
 
     @property
     def engine_wait_share(self) -> float:
-        """Share of the time since the first image was prepared in which the engine had none to process, in [0, 1]."""
+        """Share of the time since the first image was prepared in which the engine waited for images, in [0, 1]."""
         return 0.0 if self._prefetcher is None else self._prefetcher.wait_share
 
     @property
     def max_requests(self) -> int:
-        """How many requests keep the engine busy."""
+        """Number of requests that keep the engine busy."""
         return self.llm.admission.max_requests
 
     def stop(self) -> None:
@@ -97,9 +97,9 @@ class Captioner:
             self._prefetcher.finish()
 
     def records(self, tasks: Iterable[Task], index: Index) -> Iterator[dict]:
-        """A record for every task, as they finish; a failure is a record with `error`.
+        """Yield a record for every task; a failed task has a record with `error`.
 
-        The tasks are iterated in a thread of their own; captions that `index` has are copied.
+        A separate thread iterates the tasks. Captions that `index` already has are copied.
         """
         try:
             if self._ordered:
@@ -110,16 +110,16 @@ class Captioner:
             self._is_stopped = True  # ends the thread that iterates the tasks, if it waits
 
     def _numbered(self, index: Index, tasks: Iterable[Task]) -> Iterator[tuple[int, dict]]:
-        """The records with the numbers of their tasks, as they finish."""
+        """Yield the number and the record of each task as it finishes."""
         jobs = _TasksInFlight(self.settings, index, lambda: self._is_stopped)
         self._prefetcher = self._prefetch(jobs.requests(tasks))
         num_failures = 0
         try:
             for number, output in self._outputs(jobs.select):
                 yield from jobs.finish(number, output)
-                if output is not None and output.arrival_time is not None:  # it reached the engine
+                if output is not None and output.arrival_time is not None:  # the request reached the engine
                     num_failures = num_failures + 1 if output.error is not None else 0
-                    if num_failures > 2 * self.max_requests:  # more than any few steps can have
+                    if num_failures > 2 * self.max_requests:  # more than a few steps can cause
                         raise JobError(f"{self.noun} fails every time, now with: {output.error}")
         except WorkersUnusable as error:
             remedy = "videos need them" if self._processes is None else "run the same job again without them"
@@ -163,7 +163,7 @@ def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
 
 def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
     """Raise ArgumentError for messages that cannot become a prompt, for example without a chat template."""
-    if not isinstance(llm.processor, Processor | HFProcessor):  # it need not have a template
+    if not isinstance(llm.processor, Processor | HFProcessor):  # other processors need no chat template
         return
     try:
         llm.processor.chat_template.render(settings.messages_without_media, settings.chat_template_kwargs or {})
@@ -173,30 +173,30 @@ def _check_prompt(llm: LLM, settings: CaptionSettings) -> None:
 
 @dataclass(slots=True)
 class _Work:
-    """A task in flight; `media_info` is what its preparation reports about the image or clip."""
+    """A task in flight; its preparation reports `media_info` about the image or clip."""
 
     number: int
     task: Task
     media_info: dict[str, Any] = field(default_factory=dict)
     num_media_tokens: int = 0
-    content: str | None = None  # the same for duplicates with the same prompt
+    content: str | None = None  # content key, equal for duplicates with the same prompt
     is_duplicate: bool = False
-    num_prompts: int = 1  # that the engine gets
+    num_prompts: int = 1  # number of prompts for the engine
     outputs: dict[int, RequestOutput] = field(default_factory=dict)  # by the number of the prompt
 
     def forget_source(self) -> None:
-        """Once it is prepared: a data URI may have megabytes, which a record does not need."""
+        """Drop the source after preparation: a data URI may have megabytes, which a record does not need."""
         self.task = replace(self.task, item=replace(self.task.item, source=None))
 
 
 class _TasksInFlight:
-    """The tasks between finding and recording, by their number."""
+    """The tasks of a job that are found but not recorded, by their number."""
 
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
-        self._name = uuid.uuid4().hex  # in the ids of requests: an engine may have several jobs
+        self._name = uuid.uuid4().hex  # for request ids, because an engine may run several jobs
         self._works: dict[int, _Work] = {}
-        self._duplicates: dict[str, list[_Work]] = {}  # by the content of one whose caption is being generated
+        self._duplicates: dict[str, list[_Work]] = {}  # by the content key of a caption that is being generated
 
     def requests(self, tasks: Iterable[Task]) -> Iterator[dict]:
         for number, task in enumerate(tasks):
@@ -210,10 +210,10 @@ class _TasksInFlight:
         return request if "more" not in request else request | {"request_id": f"caption-{self._name}-{number}"}
 
     def select(self, prepared: PreparedRequest) -> bool:
-        """Whether the engine is to caption it: not when the job is stopped, and duplicates once only."""
+        """Return whether the engine captions a prepared request: not if the job is stopped or it is a duplicate."""
         number, place = divmod(prepared.index, self._settings.num_prompts)
         if place:
-            return number in self._works  # as its first prompt was
+            return number in self._works  # if its first prompt was selected
         work, prompt = self._works[number], prepared.prompt.result()
         work.num_prompts = 1 + len(prompt.others)
         work.media_info, work.num_media_tokens = prompt.media_info, prompt.num_media_tokens
@@ -237,11 +237,11 @@ class _TasksInFlight:
         return False
 
     def finish(self, index: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
-        """The numbered records that an output leads to; None is that of a task that was not selected."""
+        """Yield the numbered records that an output completes; a task that was not selected has the output None."""
         number, place = divmod(index, self._settings.num_prompts)
         if output is not None:
             work = self._works.get(number)
-            if work is None:  # of another prompt, that was dropped when the job was stopped
+            if work is None:  # another prompt of the image was dropped when the job was stopped
                 return
             work.outputs[place] = output
             if len(work.outputs) < work.num_prompts:
@@ -257,16 +257,16 @@ class _TasksInFlight:
             and work.is_duplicate
             and (original := self._index.caption(work.content)) is not None
         ):
-            yield number, self._copy(work, original)  # one whose original is in flight is yielded with that
+            yield number, self._copy(work, original)  # a duplicate of an image in flight is yielded with that image
 
     def _copy(self, work: _Work, original: dict) -> dict:
-        """The original's caption or error for a duplicate."""
+        """Return the record of a duplicate, with the caption or error of the original."""
         own = {"duplicate_of": original["path"], "seconds": 0.0}
         return dict.fromkeys(COLUMNS) | original | _describe(self._settings, work, original["error"]) | own
 
 
 def failure(settings: CaptionSettings, task: Task, reason: str) -> dict:
-    """The record of a task that no engine could finish."""
+    """Return the record of a task that no engine could finish."""
     return _record(settings, _Work(0, task), [RequestOutput("", error=reason)])
 
 
@@ -291,13 +291,13 @@ def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]
 
 
 def _seconds(outputs: list[RequestOutput]) -> float:
-    """In the engine, from the first prompt to the last caption."""
+    """Return the time in the engine, from the first prompt to the last caption."""
     begin, end = min(output.arrival_time for output in outputs), max(output.finish_time for output in outputs)
     return round(end - begin, 3)
 
 
 def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict:
-    """What a record says of the image or clip itself."""
+    """Return the fields of a record about its image or clip, its task and the settings."""
     item = work.task.item
     return {
         "path": item.path,
@@ -315,12 +315,12 @@ def _describe(settings: CaptionSettings, work: _Work, error: str | None) -> dict
 
 
 def _reason(item: Item, output: RequestOutput) -> str | None:
-    """Why there is no caption, without the words that say which image it is about: the record's path does."""
+    """Return why there is no caption, or None. The text does not name the image, because the record has its path."""
     return output.error if output.exception is None else reason_of(item, output.exception)
 
 
 def reason_of(item: Item, error: ValueError) -> str:
-    """The text of an error about an item, without the item's own path."""
+    """Return the text of an error about an item, without the item's path."""
     if not isinstance(error, RequestError):
         return str(error)
     is_named = isinstance(error, MediaFileError) and error.source not in (f"{item.path:.200}", without_login(item.path))
@@ -328,28 +328,28 @@ def reason_of(item: Item, error: ValueError) -> str:
 
 
 def requested_range(item: Item) -> dict[str, float | None]:
-    """The range of a video that was to be captioned, for a record that knows no more of it."""
+    """Return the requested range of a video, for a record without more information; {} for an image."""
     return {"start": item.start or 0.0, "end": item.end} if item.is_video else {}
 
 
 class PromptPrefetcher:
-    """A `Prefetcher` of requests with several prompts; it gives one request per prompt.
+    """Splits the requests of a `Prefetcher` into one request per prompt.
 
-    The first prompt of an image is given at once, the others when its tokens have been computed: then the KV of all
-    that is before the prompt's text is in the prefix cache, and the image is not encoded again. Prompt i of the image
-    with index j has the index j * num_prompts + i.
+    The first prompt of an image is returned at once, the others after its prefill. The prefix cache then has the KV of
+    everything before the prompt's text, and the image is not encoded again. Prompt i of the image with index j has the
+    index j * num_prompts + i.
 
     Args:
-        num_prompts: of the image with the most prompts.
-        is_computed: whether the request with this id, given before, has been computed, or has ended in any way.
+        num_prompts: the largest number of prompts of an image.
+        is_computed: returns whether the prefill of the request with this id is done, or the request has ended.
     """
 
     def __init__(self, prefetcher: Prefetcher, num_prompts: int, is_computed: Callable[[str], bool]):
         self._prefetcher, self._num_prompts, self._is_computed = prefetcher, num_prompts, is_computed
-        self._held: deque[tuple[str, deque[PreparedRequest]]] = deque()  # by the id of the first prompt's request
+        self._held: deque[tuple[str, deque[PreparedRequest]]] = deque()  # by the first prompt's request id
 
     def get(self, wait: bool) -> PreparedRequest | None:
-        """The next request, as of `Prefetcher`; further prompts come before other images."""
+        """Return the next request, like `Prefetcher.get`; further prompts come before other images."""
         if (prepared := self._take()) is not None:
             return prepared
         item = self._prefetcher.get(wait and not self._held)
@@ -362,15 +362,15 @@ class PromptPrefetcher:
 
     @property
     def wait_share(self) -> float:
-        """The share of the time in which the engine waited for prepared requests, as `Prefetcher` measures it."""
+        """Share of the time in which the engine waited for prepared requests, as `Prefetcher` measures it."""
         return self._prefetcher.wait_share
 
     def finish(self) -> None:
-        """Take no more images; those taken before are still given, with all their prompts."""
+        """Take no more images; images that were taken before are still returned, with all their prompts."""
         self._prefetcher.finish()
 
     def close(self) -> None:
-        """Stop preparing; what has been prepared is dropped."""
+        """Stop preparing, and drop the prepared requests."""
         self._held.clear()
         self._prefetcher.close()
 

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API as the source of captions: a request for each prompt, tried again where that may help."""
+"""A client for OpenAI-compatible servers: sends a request for each prompt, and retries where that may help."""
 
 import base64
 import email.utils
@@ -27,27 +27,27 @@ from mmvllm.utils.text import beginning_of, check_json_size, parse_json, printab
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit, shut_down
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before another try; each is about twice as long as the one before
+INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a retry; each pause is about twice as long as the last
 LONGEST_RETRY_AFTER = 300.0  # seconds that a server may ask for
 CONNECT_SECONDS = 10.0
-# Of an answer, for each completion that was asked for; parsed, each takes about ten times as much memory at most.
+# Limits of an answer, per requested completion; a parsed answer takes at most about ten times as much memory.
 MAX_BYTES = 1024 * 1024
 MAX_VALUES = 100_000  # as `check_json_size` counts them
-MAX_COMPLETIONS = 4  # that count, since texts with an emoji take four times their size; so does a list of models
-MAX_NAME = 512  # characters, of a model
-MAX_SHOWN = 2000  # characters, of its models
+MAX_COMPLETIONS = 4  # the most that count, because an emoji quadruples the size of a text; also for a list of models
+MAX_NAME = 512  # characters of a model's name
+MAX_SHOWN = 2000  # characters of a list of models
 MAX_COUNT = 2**31 - 1  # tokens
-SHORTEST_SECRET = 8  # characters; keys such as "none" are no secret, and may be parts of other words
-_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)  # of JSON
+SHORTEST_SECRET = 8  # characters; keys such as "none" are not secret, and may be parts of other words
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)  # in JSON
 _PROXY_LOGIN = re.compile(r"(?:[a-zA-Z0-9.+-]+:/+)?(.*)@")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_FINISH_REASONS = {"stop": "eos"}  # by the name that a record gives them; others are the same
-_RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error"})  # the server gave up; another try may help
-_REFUSED_REASONS = frozenset({"content_filter", "function_call", "tool_calls"})  # another try would end alike
+_FINISH_REASONS = {"stop": "eos"}  # OpenAI's name -> the name in records; other names are kept
+_RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error"})  # the server gave up; a retry may help
+_REFUSED_REASONS = frozenset({"content_filter", "function_call", "tool_calls"})  # a retry would end the same way
 
 
 class _TryAgain(Exception):
-    """Why a try failed, where another one may not; `seconds` is the pause that the server asks for."""
+    """A failed attempt that a retry may fix; `seconds` is the pause that the server asks for."""
 
     def __init__(self, reason: str, seconds: float | None = None):
         super().__init__(reason)
@@ -55,17 +55,17 @@ class _TryAgain(Exception):
 
 
 class Endpoint:
-    """A model behind an OpenAI-compatible server; may be used by several threads.
+    """A model on an OpenAI-compatible server; thread-safe.
 
     The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
     Error messages, including the server's, show `***` instead of the key, or of a password or token in the URL, if it
     has at least eight characters.
 
     Args:
-        url: of the server, with or without /v1.
-        model: its name on the server; None is the first of its /v1/models.
-        timeout: seconds after which a try without a complete answer has failed.
-        max_retries: tries of a request after the first one.
+        url: the URL of the server, with or without /v1.
+        model: the model's name on the server; None is the first of its /v1/models.
+        timeout: seconds after which an attempt without a complete answer fails.
+        max_retries: attempts of a request after the first one.
 
     Raises ArgumentError if the URL cannot be used, and if the server cannot be reached or does not have the model.
     """
@@ -83,10 +83,10 @@ class Endpoint:
         self._client = _client(
             base_url=base_url.copy_with(userinfo=b""),  # the client logs the URL of each request
             auth=(base_url.username, base_url.password) if login else None,
-            headers=headers | {"Accept-Encoding": "identity"},  # a compressed answer of any size is a few bytes
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # which keeps none
-            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # of each read; `_answer` limits all together
-            # The caller decides how many are begun; each request opens a new connection, see `_read`.
+            headers=headers | {"Accept-Encoding": "identity"},  # a few compressed bytes may expand to any size
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps no cookies
+            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # per read; `_answer` limits the whole request
+            # The caller limits the requests in flight; each request opens a new connection, see `_read`.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         try:
@@ -96,7 +96,7 @@ class Endpoint:
             raise
 
     def complete(self, messages: list[dict], params: SamplingParams, **fields: Any) -> RequestOutput | None:
-        """The answer to a conversation, or an output with the error; None if `stop` came before it was begun."""
+        """Return the answer to a conversation, or an output with the error; None if `stop` came before an attempt."""
         body = {"model": self.model, "messages": messages, "temperature": params.temperature} | fields
         if params.max_tokens < UNLIMITED:
             body["max_tokens"] = params.max_tokens
@@ -114,7 +114,7 @@ class Endpoint:
         return output
 
     def stop(self) -> None:
-        """Begin no request and no further try; may be called from a signal handler."""
+        """Begin no further request and no retry; may be called from a signal handler."""
         self._is_stopped.set()
 
     def close(self) -> None:
@@ -145,14 +145,14 @@ class Endpoint:
         name = model or names[0]
         if not name.isprintable() or len(name) > MAX_NAME or self._hidden(name) != name:
             raise ArgumentError(
-                "{endpoint} lists a model whose name is no name: it has the API key or the password in it, control "
+                "{endpoint} lists a model with an invalid name: it has the API key or the password in it, control "
                 "characters, or more than {most} characters",
                 most=MAX_NAME,
             )
         return name
 
     def _refusal(self, answer: "_Answer") -> str:
-        """The status, and the message of the server's error where it has OpenAI's form."""
+        """Return the status, and the server's error message if it has OpenAI's form."""
         try:
             error = answer.json()["error"]
             message = error["message"] if isinstance(error, dict) else error
@@ -161,13 +161,13 @@ class Endpoint:
         return f"HTTP {answer.status_code}, {printable(self._hidden(str(message))[:300])}"
 
     def _hidden(self, text: str) -> str:
-        """A text for messages and records, without secrets that a server or the HTTP client has put into it."""
+        """Return a text for messages and records, without secrets that a server or the HTTP client put into it."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
     def _checked(self, text: str) -> str:
-        """A completion for records; raises RequestError if one that is parsed as JSON would have a secret in it."""
+        """Return a completion without secrets; raises RequestError if unescaping it as JSON would reveal a secret."""
         text = self._hidden(text)
         read = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else found[2], text)
         if self._hidden(read) != read:
@@ -199,7 +199,7 @@ class Endpoint:
             raise _TryAgain("its answer is not JSON") from None
 
     def _answer(self, method: str, path: str, seconds: float, num_completions: int, **options: Any) -> "_Answer":
-        """The answer to a request; raises _TryAgain if there is none, or not all of it after some seconds."""
+        """Return the answer to a request; raises _TryAgain if it fails, or is not complete after `seconds`."""
         limit, size = TimeLimit(seconds), min(num_completions, MAX_COMPLETIONS)
         try:
             return limit.run(lambda: self._read(limit, method, path, size, options))
@@ -209,7 +209,7 @@ class Endpoint:
             raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
 
     def _read(self, limit: TimeLimit, method: str, path: str, size: int, options: dict[str, Any]) -> "_Answer":
-        """Return the answer; the connection is closed when the limit is over, because a host may send it slowly."""
+        """Return the answer; the connection is closed when the time is over, because a host may send slowly."""
         sockets: list[socket.socket] = []
 
         def keep_socket(event: str, info: dict[str, Any]) -> None:
@@ -244,13 +244,13 @@ class Endpoint:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise _TryAgain("its answer is not a chat completion") from None
         if len(choices) != n:
-            raise RequestError(f"the endpoint gave {len(choices)} completions, {n} were asked for")
+            raise RequestError(f"the endpoint returned {len(choices)} completions, but {n} were requested")
         for text, reason in zip(texts, reasons, strict=True):
             if reason in _RETRIED_REASONS:
                 raise _TryAgain(f"a completion ended with the reason {reason!r}")
             if not isinstance(text, str) or reason in _REFUSED_REASONS:
-                raise RequestError(f"the endpoint gave no whole text; the reason is {reason!r}")
-        # The server gives the number of tokens of all completions together; which ones they are is not known.
+                raise RequestError(f"the endpoint returned no complete text; the finish reason is {reason!r}")
+        # The server reports only the total number of tokens, without ids: the first completion has all of them.
         completions = [
             CompletionOutput(
                 self._checked(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason)
@@ -268,10 +268,10 @@ class _Answer:
     reason_phrase: str
     headers: httpx.Headers
     content: bytes
-    size: int  # in completions, as `MAX_COMPLETIONS`
+    size: int  # completions that the size limits allow for
 
     def json(self) -> Any:
-        """Raises ValueError if it is not JSON, or has too many values."""
+        """Parse the content; raises ValueError if it is not JSON, or has too many values."""
         check_json_size(self.content, self.size * MAX_VALUES)
         return parse_json(self.content)
 
@@ -279,9 +279,9 @@ class _Answer:
 def _client(**options: Any) -> httpx.Client:
     try:
         return httpx.Client(**options)
-    except ImportError as error:  # of a package for SOCKS
+    except ImportError as error:  # a package for SOCKS is missing
         raise ArgumentError("{endpoint} cannot be reached through the proxy: {reason}", reason=error) from None
-    except (ValueError, httpx.InvalidURL):  # whose text would show a password
+    except (ValueError, httpx.InvalidURL):  # the error's text would show a password
         raise ArgumentError(
             "{endpoint} cannot be reached: HTTP_PROXY, HTTPS_PROXY or ALL_PROXY must be a URL such as "
             "http://proxy.example.org:3128"
@@ -289,20 +289,20 @@ def _client(**options: Any) -> httpx.Client:
 
 
 def _secrets_of(login: str) -> tuple[str, ...]:
-    """The forms that tell a login, USER:PASSWORD or a token alone: as in a URL, and as the client sends it."""
+    """Return the secret forms of a login (USER:PASSWORD or a token): as in a URL, and as the client sends it."""
     user, _, password = login.partition(":")
     sent = base64.b64encode(urllib.parse.unquote_to_bytes(f"{user}:{password}")).decode()
     return sent, password or user, urllib.parse.unquote(password or user)
 
 
 def _forms(secret: str) -> list[str]:
-    """A secret as it is, and as messages quote it, the longest first."""
+    """Return a secret in its plain form and in the forms that messages quote, the longest first."""
     forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], urllib.parse.quote(secret, safe="")}
     return sorted(forms, key=len, reverse=True)
 
 
 def _count(usage: dict, name: str) -> int:
-    """A number of tokens; raises ValueError for what cannot be one."""
+    """Return a number of tokens; raises ValueError if it is not valid."""
     if not 0 <= (count := int(usage.get(name) or 0)) <= MAX_COUNT:
         raise ValueError(f"{name} is {count}")
     return count
@@ -327,7 +327,7 @@ def _model_names(answer: _Answer) -> list[str]:
 
 
 def _is_own(answer: _Answer) -> bool:
-    """Whether the server is mmvllm's, which takes fields that others refuse."""
+    """Return whether the server is mmvllm, which accepts fields that other servers refuse."""
     try:
         return any(model["owned_by"] == "mmvllm" for model in answer.json()["data"])
     except (ValueError, KeyError, TypeError):
@@ -335,7 +335,7 @@ def _is_own(answer: _Answer) -> bool:
 
 
 def _schema_field(structured: StructuredOutputsParams, is_own: bool) -> dict[str, Any]:
-    """OpenAI's field; or vLLM's, for a server of mmvllm, which has the white space between tokens, too."""
+    """Return OpenAI's field for a schema, or for mmvllm vLLM's field, which also has the white space pattern."""
     if is_own:
         return {"structured_outputs": {"json": structured.json, "whitespace_pattern": structured.whitespace_pattern}}
     schema = {"name": "caption", "schema": json.loads(structured.json), "strict": True}
@@ -343,12 +343,12 @@ def _schema_field(structured: StructuredOutputsParams, is_own: bool) -> dict[str
 
 
 def _pause(number: int) -> float:
-    """Seconds after try `number`, with jitter: clients that failed together must not come back together."""
+    """Return the seconds to wait after attempt `number`, with jitter, so that clients do not retry all at once."""
     return min(MAX_BACKOFF, INITIAL_BACKOFF * 2.0**number) * random.uniform(0.5, 1.0)
 
 
 def _retry_after(answer: _Answer) -> float | None:
-    """The header's seconds, or those until its date; None without one that can be read."""
+    """Return the seconds of the header `Retry-After`, or until its date; None if it is missing or invalid."""
     text = answer.headers.get("Retry-After")
     if text is None:
         return None

@@ -20,16 +20,16 @@ _DEFAULTS = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(_
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """A server with OpenAI's API, and how it is used.
+    """An OpenAI-compatible server, and how a job uses it.
 
     The API key is read from the environment variable OPENAI_API_KEY; it is sent to the server, and written nowhere.
 
     Args:
-        url: of the server, with or without /v1.
-        model: its name on the server; None is the first of /v1/models.
-        concurrency: requests at a time.
-        timeout: seconds after which a try without a complete answer has failed.
-        max_retries: tries of a request after the first one, with growing pauses.
+        url: the URL of the server, with or without /v1.
+        model: the model's name on the server; None is the first of /v1/models.
+        concurrency: maximum number of requests in flight.
+        timeout: seconds after which an attempt without a complete answer fails.
+        max_retries: attempts of a request after the first one, with growing pauses.
     """
 
     url: str
@@ -46,14 +46,14 @@ class EndpointOptions:
             raise ArgumentError("{endpoint} needs httpx: pip install 'mmvllm[endpoint]'")
 
     def connect(self) -> "Endpoint":
-        """The server, once it has said which models it has; raises ArgumentError if it cannot be used."""
+        """Return the server, after asking for its models; raises ArgumentError if it cannot be used."""
         from mmvllm.captioning.jobs.endpoint import Endpoint
 
         return Endpoint(self.url, self.model, self.timeout, self.max_retries)
 
 
 def check_endpoint(given: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for an argument that only an engine of this machine has, or that servers do not take."""
+    """Raise ArgumentError for an argument that only an engine on this machine has, or that is not sent to servers."""
     names = _ENGINE_FIELDS | {"llm", "model", "ray", "worker_processes", "data_parallel_size", *_NOT_SENT}
     for name, value in given.items():
         if name in names and name != "seed" and value != _DEFAULTS.get(name):

@@ -1,4 +1,4 @@
-"""Captions from an endpoint: the captioner of this process, whose requests a server answers instead of an engine."""
+"""Captions from an endpoint: a captioner whose requests a server answers instead of an engine in this process."""
 
 import base64
 import io
@@ -23,16 +23,16 @@ from mmvllm.entrypoints.request_queue import Prepare, PreparedRequest
 from mmvllm.errors import RequestError
 from mmvllm.outputs import RequestOutput
 
-MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings say it
-MAX_JPEG_SIDE = 65_500  # that libjpeg can write
+MAX_PIXELS = 2048 * 2048  # of an image that is sent, unless the settings have a limit
+MAX_JPEG_SIDE = 65_500  # limit of libjpeg
 LOSSLESS_PIXELS = 512 * 512  # images up to this size are sent as PNG, larger ones as JPEG
 JPEG = {"format": "JPEG", "quality": 95, "subsampling": 0}
-POLL_SECONDS = 0.05  # a wait for answers, between looks at the images that are prepared
+POLL_SECONDS = 0.05  # to wait for answers before checking for prepared images
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointInput:
-    """A conversation with the image as a data URI; `others` are those with the job's further prompts."""
+    """A conversation with the image as a data URI; `others` are the conversations with the job's further prompts."""
 
     messages: list[dict]
     media_info: dict[str, Any]
@@ -42,7 +42,7 @@ class EndpointInput:
 
 
 class EndpointPreparer:
-    """Requests for an item -> conversations; raises RequestError for an image that cannot be used."""
+    """Turns the request for an item into conversations; raises RequestError for an image that cannot be used."""
 
     def __init__(self, max_pixels: int | None, loader: ItemLoader):
         self._max_pixels, self._loader = max_pixels or MAX_PIXELS, loader
@@ -50,7 +50,7 @@ class EndpointPreparer:
     def __call__(self, request: dict) -> EndpointInput:
         item = item_of(request["messages"])
         if item.is_video:
-            item.read()  # an item that cannot be read says why
+            item.read()  # raises the reason if the item cannot be read
             raise RequestError("videos are not sent to an endpoint; caption them with an engine of this machine")
         image = self._loader.image(item)
         media_info, uri = image_info(image), data_uri(image, self._max_pixels)
@@ -78,7 +78,7 @@ class EndpointSource(Captioner):
         super().__init__(None, settings, loader, num_workers, ordered=ordered)
         self._endpoint, self._concurrency = endpoint, concurrency
         self._changed = threading.Condition()
-        self._in_flight: set[str] = set()  # ids, where the job has several prompts
+        self._in_flight: set[str] = set()  # request ids, if the job has several prompts
         self._num_in_flight = 0
         self._answers: deque[tuple[int, RequestOutput | None]] = deque()
 
@@ -87,7 +87,7 @@ class EndpointSource(Captioner):
         return 2 * self._concurrency
 
     def stop(self) -> None:
-        """Let the requests in flight be answered, and drop the rest; may be called from a signal handler."""
+        """Drop all requests except requests in flight; may be called from a signal handler."""
         super().stop()
         self._endpoint.stop()
 
@@ -145,18 +145,18 @@ class EndpointSource(Captioner):
 
 
 def _fields(settings: CaptionSettings) -> dict[str, Any]:
-    """What a request has beyond messages and sampling parameters."""
+    """Return the fields of a request besides messages and sampling parameters."""
     return {"chat_template_kwargs": settings.chat_template_kwargs} if settings.chat_template_kwargs else {}
 
 
 def _is_other_text(output: RequestOutput) -> bool:
-    """Whether a complete answer is not JSON."""
+    """Return whether any complete answer is not JSON."""
     whole = [one.text for one in output.completions if one.finish_reason == "eos"]
     return any(parsed(text) is None and text.strip() != "null" for text in whole)
 
 
 def data_uri(image: Image.Image, max_pixels: int) -> str:
-    """An image, shrunk to an area and to the sides of a JPEG, as a data URI: a small one is a PNG, others are JPEGs."""
+    """Encode an image as a data URI, shrunk to `max_pixels` and the sides of a JPEG; small images are PNGs."""
     width, height = image.size
     scale = min(math.sqrt(max_pixels / (width * height)), MAX_JPEG_SIDE / max(width, height))
     if scale < 1:

@@ -1,4 +1,4 @@
-"""One engine of several that caption the images of a job: what runs in each process, and in each of Ray's actors."""
+"""The engine of one process, or of one Ray actor, in a job that captions images with several engines."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ from mmvllm.entrypoints.llm import LLM
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine of a job, and the threads that compute and that prepare images, described where it is not made."""
+    """The description of an engine and its threads, from which another process creates the engine."""
 
     settings: CaptionSettings
     model: str | os.PathLike | None
@@ -36,7 +36,7 @@ class EngineSpec:
 
 
 class EngineWorker:
-    """An engine and the thread in which it captions what it is given; raises what `LLM` raises."""
+    """An engine and the thread in which it captions submitted images; raises the exceptions of `LLM`."""
 
     def __init__(self, spec: EngineSpec):
         torch.set_num_threads(spec.num_threads)
@@ -54,20 +54,20 @@ class EngineWorker:
 
     @property
     def engine_wait_share(self) -> float:
-        """Share of time the engine waited for images, in [0, 1]."""
+        """Share of the time in which the engine waited for images, in [0, 1]."""
         return self._captioner.engine_wait_share
 
     def submit(self, item: Item) -> "Future[dict]":
-        """Have an image captioned; the result is its record, or the error that ended the engine.
+        """Caption an image; the future's result is its record, or the error that ended the engine.
 
-        It is cancelled if the worker was stopped before it was begun.
+        The future is cancelled if the worker is stopped before the image is begun.
         """
         reply: Future[dict] = Future()
         with self._lock:
             if self._error is not None:
                 reply.set_exception(self._error)
                 return reply
-            ticket = next(self._tickets)  # not the item's key: the same image may be given twice
+            ticket = next(self._tickets)  # not the item's key: an image may be submitted twice
             self._replies[ticket] = reply
         self._tasks.put(Task(item, ticket))
         return reply
@@ -75,7 +75,7 @@ class EngineWorker:
     def stop(self) -> None:
         """Finish the requests that the engine has begun, and drop the rest."""
         self._captioner.stop()
-        self._tasks.put(None)  # the thread that iterates them may wait for one
+        self._tasks.put(None)  # wakes the thread that may be waiting for a task
 
     def _run(self) -> None:
         try:
@@ -97,7 +97,7 @@ class EngineWorker:
 
 
 def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index) -> dict:
-    """Turn a worker's record into that of the output; of equal images, the first to arrive is the original."""
+    """Turn a worker's record into the output's record; the first of equal images to arrive is the original."""
     record = record | {"key": task.key, "file": None if record["error"] is not None else task.file}
     if not task.is_image:
         return record | {"finish_reason": None}

@@ -1,4 +1,4 @@
-"""Records in the order of their tasks, although captions are finished in another."""
+"""Yields records in the order of their tasks, although captions finish in another order."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -10,16 +10,16 @@ from mmvllm.utils.memory_limit import memory_of
 T = TypeVar("T")
 
 MAX_AHEAD = 1024  # tasks begun after the oldest one without a record
-MAX_HELD_BYTES = 256 << 20  # of records; then no task begins until the oldest one has its record
+MAX_HELD_BYTES = 256 << 20  # of held records; above this, no task begins until the oldest one has its record
 POLL_SECONDS = 0.1
 
 
 def in_order(
     run: Callable[[Iterable], Iterator[tuple[int, T]]], tasks: Iterable, is_stopped: Callable[[], bool]
 ) -> Iterator[T]:
-    """The records of `run(tasks)`, which gives each with the number of its task, in the order of the tasks.
+    """Yield the records of `run(tasks)`, which yields (task number, record), in the order of the tasks.
 
-    If the run raises something, the records that are held are given first: what has been captioned is not lost.
+    If the run raises an exception, the held records are yielded first, so that no caption is lost.
     """
     order = InOrder()
     try:
@@ -32,20 +32,20 @@ def in_order(
 
 
 class InOrder(Generic[T]):
-    """Holds records back until the records of all earlier tasks have been given.
+    """Holds records back until the records of all earlier tasks have been yielded.
 
-    A thread that begins tasks waits in `limited`, so that at most `MAX_AHEAD` records are held, and hardly more bytes
-    than `MAX_HELD_BYTES`.
+    The thread that begins tasks waits in `limited`: this limits the held records to `MAX_AHEAD`, and to about
+    `MAX_HELD_BYTES`.
     """
 
     def __init__(self):
         self._room = Semaphore(MAX_AHEAD)
-        self._held: dict[int, tuple[T, int]] = {}  # with their bytes
+        self._held: dict[int, tuple[T, int]] = {}  # with their sizes in bytes
         self._held_bytes = 0
         self._next = 0
 
     def limited(self, tasks: Iterable, is_stopped: Callable[[], bool]) -> Iterator:
-        """The tasks, each once there is room for its record, until `is_stopped`."""
+        """Yield each task once there is room for its record, until `is_stopped`."""
         for task in tasks:
             while not self._room.acquire(timeout=POLL_SECONDS):
                 if is_stopped():
@@ -57,7 +57,7 @@ class InOrder(Generic[T]):
             yield task
 
     def put(self, number: int, record: T) -> Iterator[T]:
-        """Take the record of a task; gives those whose turn it is."""
+        """Add the record of a task, and yield the records whose turn it is."""
         size = memory_of(record)
         self._held[number], self._held_bytes = (record, size), self._held_bytes + size
         while self._next in self._held:
@@ -67,5 +67,5 @@ class InOrder(Generic[T]):
             yield record
 
     def rest(self) -> Iterator[T]:
-        """The records that are held when a run is stopped or fails, and tasks between them have none."""
+        """Return the held records of a run that was stopped or failed, although earlier tasks have no records."""
         return (self._held[number][0] for number in sorted(self._held))

@@ -1,4 +1,4 @@
-"""What a run has to do: the images, and the clips of videos, that it selects and that are not recorded already."""
+"""The tasks of a run: the selected images, and clips of videos, that are not recorded yet."""
 
 import dataclasses
 import math
@@ -25,13 +25,13 @@ from mmvllm.errors import RequestError
 from mmvllm.processes.pool import WorkersUnusable
 from mmvllm.processors.videos.clip import VideoInfo
 
-MAX_CLIPS, MAX_CLIP_CHARACTERS = 10_000, 2**26  # of a video; of the item's texts in the records of all its clips
-SHORTEST_CLIP_SHARE = 0.25  # of the seconds of a clip; a last piece that is shorter joins the clip before it
+MAX_CLIPS, MAX_CLIP_CHARACTERS = 10_000, 2**26  # per video; the characters are of its texts in all records
+SHORTEST_CLIP_SHARE = 0.25  # of the seconds of a clip; a shorter last piece joins the clip before it
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which images a run takes; see `caption_images` for the arguments."""
+    """The images that a run selects; see `caption_images` for the arguments."""
 
     paths: list[str | PathLike]
     retry_failed: bool = False
@@ -58,12 +58,12 @@ class Selection:
 
 
 def shard_of(path: str, num_shards: int) -> int:
-    """The shard that an item belongs to, from 1 to `num_shards`; it depends on the path alone."""
+    """Return the shard of an item, from 1 to `num_shards`, which depends only on the path."""
     return 1 + xxhash.xxh3_64_intdigest(path.encode("utf-8", "surrogatepass")) % num_shards
 
 
 class PendingTasks:
-    """The tasks of a run, in the order in which their images are found; each task is yielded once."""
+    """An iterable of a run's tasks, in the order in which their images are found; each task is yielded once."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class PendingTasks:
         self.settings, self.selection, self._loader = settings, selection, loader
         self._output, self.progress = output, progress
         self._earlier = output.earlier
-        real_folder.cache_clear()  # a link may lead elsewhere since the last run
+        real_folder.cache_clear()  # links may have changed since the last run
         self.in_flight: dict[str, str] = {}  # key -> path of the tasks that have no record yet
 
     @property
@@ -95,7 +95,7 @@ class PendingTasks:
                     return
 
     def _clips(self, item: Item) -> Iterator[Item]:
-        """The clips of a video, or one item with an error if its header cannot be read; an image as it is."""
+        """Yield the clips of a video, or one item with an error if its header cannot be read, or an image unchanged."""
         has_failed = None
         try:
             for clip in clips_of(item, self.settings, self._loader):
@@ -111,7 +111,7 @@ class PendingTasks:
             raise JobError(f"{error}; videos need them") from error
 
     def _with_context(self, task: Task) -> Task:
-        """The task with the text beside its image, or with an error if that cannot be read."""
+        """Return the task with the text beside its image, or with an error if the text cannot be read."""
         item, suffix = task.item, self.settings.context_from
         if suffix is None or item.error is not None or item.context is not None:
             return task
@@ -122,7 +122,7 @@ class PendingTasks:
             return _failed(item, task.key, error)
 
     def admit(self, item: Item) -> Task | None:
-        """The task for an item; None if it is recorded, in flight, or skipped because its caption file exists."""
+        """Return the task for an item; None if it is recorded, in flight, or skipped for its existing caption file."""
         key, is_image = self._key(item), item.source is not None
         if self._output.skips(item) or not self._claim(item, key):
             self._output.found(item, key)
@@ -139,12 +139,12 @@ class PendingTasks:
         return self.index.claim(key, is_retry) or (item.joins_retry and self.index.claim(key))
 
     def _key(self, item: Item) -> str:
-        """The key that the item is recorded with, or else its new one."""
+        """Return the key under which the item is recorded, or else its new key."""
         key = self.settings.key(item)
         return self.index.recorded_as(key) or self._earlier_key(item) or key
 
     def _earlier_key(self, item: Item) -> str | None:
-        """The key of an earlier run, whose path or fingerprint may differ although image and settings are the same."""
+        """Return the key of an earlier run with another path or fingerprint for the image and settings, or None."""
         if not self._earlier.fingerprints:
             return None
         real_path = item.real_path
@@ -157,7 +157,7 @@ class PendingTasks:
         return None
 
     def _is_elsewhere(self, item: Item, real_path: str) -> bool:
-        """Whether an earlier run, in another working directory, found another image by this item's relative path."""
+        """Return whether this relative path leads to another file from the working directory of an earlier run."""
         if os.path.isabs(item.path):
             return False
         paths = {real_name(os.path.join(folder, item.path)) for folder in self._earlier.folders}
@@ -169,10 +169,10 @@ def _failed(item: Item, key: str, error: ValueError) -> Task:
 
 
 def clips_of(item: Item, settings: CaptionSettings, loader: ItemLoader) -> Iterator[Item]:
-    """The clips of a video, in their order; anything else as it is.
+    """Yield the clips of a video in order, or any other item unchanged.
 
-    A video is read only where the settings need it: its header, and all of a file that has no number of frames, such as
-    Matroska. Raises ValueError if it cannot be read, and for a video of too many clips.
+    A video is read only if the settings require it: its header, or the whole file if that has no number of frames, as
+    in Matroska. Raises ValueError if the video cannot be read or has too many clips.
     """
     if item.error is None and settings.animations_as_clips and _is_animation(item, loader):
         item = dataclasses.replace(item, is_video=True)
@@ -187,7 +187,7 @@ def _is_animation(item: Item, loader: ItemLoader) -> bool:
         return False
     try:
         return loader.info(item).total_num_frames > 1
-    except ValueError:  # as an image, it fails with the reason
+    except ValueError:  # loading it as an image reports the reason
         return False
 
 
@@ -197,7 +197,7 @@ def _clips_in(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
     seconds = max(seconds, of_two_frames)
     number, rest = divmod(end - start, seconds)
     number = int(number) + (rest >= max(seconds * SHORTEST_CLIP_SHARE, of_two_frames))
-    if number < 2:  # or there is nothing between `start` and `end`, which preparation refuses
+    if number < 2:  # or nothing is between `start` and `end`, which preparation refuses
         yield item
         return
     if number > MAX_CLIPS:
@@ -214,5 +214,5 @@ def _clips_in(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
 
 
 def _milliseconds(seconds: float) -> float:
-    """Rounded down to them: a clip that begins with a frame must not begin after it."""
+    """Round down to milliseconds: a clip that begins with a frame must not begin after it."""
     return math.floor(seconds * 1000 + 1e-6) / 1000

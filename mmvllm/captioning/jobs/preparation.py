@@ -1,4 +1,4 @@
-"""Requests for an item -> engine inputs with what records say of the image or clip; in threads or processes."""
+"""Turns requests for items into engine inputs with facts for their records, in threads or worker processes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from mmvllm.processors.videos.load import Load
 from mmvllm.processors.videos.processor import ClipPlan
 from mmvllm.processors.videos.qwen_vl_utils import TOTAL_TOKENS
 
-CONTEXT_SHARE = 0.75  # of the model's longest sequence, for the frames of a clip
+CONTEXT_SHARE = 0.75  # of the model's context length, for the frames of a clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionInput(EngineInput):
-    """An image's or a clip's prompt; `media_info` is what its record says of it, by the names in `record.MEDIA_INFO`.
+    """The engine input for an image or clip; `media_info` has the fields `record.MEDIA_INFO` of its record.
 
-    `others` are those with the job's further prompts, and the same image or clip.
+    `others` are the inputs with the job's further prompts and the same image or clip.
     """
 
     media_info: dict[str, Any]
@@ -72,7 +72,7 @@ def _caption_input(made: EngineInput, media_info: dict[str, Any], others: tuple[
 
 
 def _once(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `read` to read the media of a request once, although a custom processor asks for each prompt."""
+    """Wrap `read` to read the media of a request once, even if a custom processor asks for each prompt."""
     made: list[Any] = []
 
     def read_once(*args: Any) -> Any:
@@ -84,25 +84,25 @@ def _once(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
-    """The other prompt with the patches of the first, which then take memory once."""
+    """Return the other input with the patches of the first, which then take memory only once."""
     if [one.digest for one in first.mm_items] != [one.digest for one in other.mm_items]:
-        return other  # a custom processor may treat an image in another way for another prompt
+        return other  # a custom processor may process an image differently for each prompt
     items = zip(first.mm_items, other.mm_items, strict=True)
     same = (dataclasses.replace(own, patches=one.patches) for one, own in items)
     return dataclasses.replace(other, mm_items=tuple(same))
 
 
 def image_info(image: Image) -> dict[str, Any]:
-    """The digest is of the decoded pixels, 32 hex digits, and the size that of the upright image."""
+    """Return the digest of the decoded pixels (32 hex digits) and the size of the upright image."""
     digest = digest_of(f"{image.size}".encode(), image.tobytes())
     width, height = source_size(image)
     return {"digest": digest.hex(), "width": width, "height": height}
 
 
 def _clip_info(item: Item, clip: Clip) -> dict[str, Any]:
-    """The digest is of the sampled frames, resized, and of their times; the size that of the upright video."""
+    """Return the digest of the resized, sampled frames and their times, and facts about the clip and its video."""
     info, number = clip.info, len(clip.frames)
-    places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the model is told times by them
+    places = (clip.frames.shape, clip.indices, info.fps, info.total_num_frames)  # the prompt has times from them
     digest = digest_of(repr(places).encode(), clip.frames.tobytes())
     start, end = item.start or 0.0, info.duration if item.end is None else min(item.end, info.duration)
     return {
@@ -118,7 +118,7 @@ def _clip_info(item: Item, clip: Clip) -> dict[str, Any]:
 
 
 class FittingPlan(ClipPlan):
-    """Takes frames so small, and where only their rate is given so few, that `total_pixels` of its part are enough."""
+    """Shrinks frames, and takes fewer if only their rate is given, to fit into `total_pixels` of its content part."""
 
     __slots__ = ()
 
@@ -137,7 +137,7 @@ class FittingPlan(ClipPlan):
 
 
 def _within_context(plan: ClipPlan) -> ClipPlan:
-    """The plan with frames so small and so few that a clip leaves room for a prompt and a caption."""
+    """Limit the size and number of a plan's frames to leave room for a prompt and a caption."""
     if plan.max_tokens is None:
         return plan
     num_tokens = min(TOTAL_TOKENS, CONTEXT_SHARE * plan.max_tokens)
@@ -146,19 +146,19 @@ def _within_context(plan: ClipPlan) -> ClipPlan:
 
 
 class WorkerProcesses:
-    """Prepares requests as `CaptionPreparer` does, in worker processes: for more work than one interpreter lock allows.
+    """Runs `CaptionPreparer` in worker processes, which do not share an interpreter lock.
 
     A request whose process dies is prepared once more, and fails if that process dies too; others are not affected.
-    A process that takes too long for one is killed.
+    A process that exceeds the time limit is killed.
 
-    Raises ArgumentError for a processor that cannot be sent to them.
+    Raises ArgumentError for a processor that cannot be pickled.
     """
 
     def __init__(self, processor: Processor | HFProcessor, num_workers: int, timeouts: Timeouts):
         self._timeouts = timeouts
         try:
             self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
-        except Exception as error:  # objects decide themselves what they raise
+        except Exception as error:  # pickling may raise any exception
             raise ArgumentError(
                 "{worker_processes} needs a processor that can be pickled: {reason}", reason=error
             ) from error
@@ -168,11 +168,11 @@ class WorkerProcesses:
         return run_for(item, self._timeouts, self._pool, _prepare_in_worker, request)
 
     def close(self) -> None:
-        """End the processes at once."""
+        """End the worker processes at once."""
         self._pool.close()
 
 
-_prepare: CaptionPreparer | None = None  # of a worker process
+_prepare: CaptionPreparer | None = None  # set in a worker process
 
 
 def _start_worker(processor: Processor | HFProcessor) -> None:

@@ -2,8 +2,8 @@
 
     TaskQueue ── a thread for each engine ── WorkerPool of one process ── exchange ── EngineWorker
 
-This process finds the images and alone writes the output. A process that dies, or gives no sign of life and is killed,
-is replaced, and its images are given to engines again. All processes end with this one. `start_engine` and `exchange`
+Only this process finds images and writes the output. An engine's process that dies, or is killed because it does not
+respond, is replaced, and its images are queued again. All processes end with this one. `start_engine` and `exchange`
 run in an engine's process.
 """
 
@@ -34,16 +34,16 @@ from mmvllm.processes.start import KILL_SECONDS
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 16  # images that an engine takes at once: a small job is spread over all engines
-MAX_DEATHS = 5  # of an engine's processes, one after the other, without a caption between
+CHUNK = 16  # images that an engine takes at once; a small number spreads small jobs over all engines
+MAX_DEATHS = 5  # consecutive deaths of an engine's processes without a caption in between
 
-# In an engine's process, where `start_engine` and `exchange` are tasks of `WorkerPool`.
+# Set in an engine's process, where `start_engine` and `exchange` are tasks of `WorkerPool`.
 _worker: EngineWorker | None = None
 _done: "SimpleQueue[tuple[int, Future[dict]]]" = SimpleQueue()
 
 
 def start_engine(spec: EngineSpec) -> int:
-    """Load the model; returns how many images keep the engine busy."""
+    """Load the model; return the number of images that keep the engine busy."""
     global _worker
     _worker = EngineWorker(spec)
     return _worker.max_requests
@@ -52,10 +52,10 @@ def start_engine(spec: EngineSpec) -> int:
 def exchange(
     items: list[tuple[int, Item]], is_stopped: bool, seconds: float
 ) -> tuple[list[tuple[int, dict | None]], float]:
-    """Give the engine images, each with a number, and take what is finished; waits some seconds for the first record.
+    """Submit numbered images to the engine, and return finished records; waits up to `seconds` for one.
 
-    The record of an image that is dropped, because the job is stopped, is None. The second result is the engine's
-    `wait_share`. Raises what ended the engine.
+    An image that is dropped, because the job is stopped, has the record None. The second result is the engine's
+    `wait_share`. Raises the error that ended the engine.
     """
     if _worker is None:
         raise EngineFailed("the engine's process has ended between two images")
@@ -78,21 +78,21 @@ def _finish(number: int, reply: "Future[dict]") -> None:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine, through all processes that run it one after the other."""
+    """An engine, across the successive processes that run it."""
 
     placement: Placement
     spec: EngineSpec
     pool: WorkerPool | None = None  # of the process that runs it now
     in_flight: dict[int, Work] = field(default_factory=dict)
     num_deaths: int = 0  # since its last caption
-    is_ready: bool = False  # or was, before its process died
+    is_ready: bool = False  # stays true when its process dies
     wait_share: float = 0.0
 
 
 class ProcessSource:
-    """Makes the records of pending tasks in processes, which the constructor starts, and waits for their engines.
+    """Makes the records of pending tasks with engines in processes, which the constructor starts and waits for.
 
-    Raises what `LLM` raises, and JobError if the processes end as soon as they begin.
+    Raises the exceptions of `LLM`, and JobError if the processes end as soon as they begin.
     """
 
     def __init__(self, spec: EngineSpec, placements: list[Placement], ordered: bool):
@@ -114,7 +114,7 @@ class ProcessSource:
 
     @property
     def engine_wait_share(self) -> float:
-        """Mean share of time the engines waited for images, in [0, 1]."""
+        """Mean share of the time in which the engines waited for images, in [0, 1]."""
         return sum(engine.wait_share for engine in self._engines) / len(self._engines)
 
     def stop(self) -> None:
@@ -122,9 +122,9 @@ class ProcessSource:
         self._queue.stop()
 
     def records(self, tasks: PendingTasks, index: Index) -> Iterator[dict]:
-        """A record for every task, as they finish; a failure is a record with `error`.
+        """Yield a record for every task; a failed task has a record with `error`.
 
-        The tasks are iterated in a thread of their own. Raises JobError if engines die again and again.
+        A separate thread iterates the tasks. Raises JobError if engines die repeatedly.
         """
         if self._ordered:
             made = in_order(self._queue.results, tasks, lambda: self._queue.is_stopped)
@@ -136,7 +136,7 @@ class ProcessSource:
 
     def close(self) -> None:
         """End the processes at once; safe to call twice."""
-        if self._is_closed:  # perhaps at the interpreter's end, when the threads that hold the locks have gone
+        if self._is_closed:  # at interpreter exit, the threads that hold the locks may be gone
             return
         atexit.unregister(self.close)
         self._queue.stop()
@@ -145,7 +145,7 @@ class ProcessSource:
             for engine in self._engines:
                 if engine.pool is not None:
                     engine.pool.close()
-        for thread in self._threads:  # one of them may have begun to end its process
+        for thread in self._threads:  # a thread may already be ending its process
             if thread is not threading.current_thread():
                 thread.join(KILL_SECONDS)
 
@@ -159,7 +159,7 @@ class ProcessSource:
             raise self._error
 
     def _run(self, engine: _Engine) -> None:
-        """A thread for an engine: one process after the other, until the source is closed."""
+        """Run an engine in one process after the other, in its thread, until the source is closed."""
         try:
             while not self._is_closed:
                 try:
@@ -179,7 +179,7 @@ class ProcessSource:
             engine.pool = WorkerPool(1, engine_env=engine.placement.env, silence=silence)
             if self._is_closed:
                 engine.pool.close()
-            else:  # at exit `close` must run before the pool's own handler: a process that is killed would be replaced
+            else:  # `close` must run before the pool's exit handler, or a killed process would be replaced
                 atexit.unregister(self.close)
                 atexit.register(self.close)
             return engine.pool
@@ -200,15 +200,15 @@ class ProcessSource:
                     engine.num_deaths = 0
 
     def _give_back(self, engine: _Engine, error: Exception) -> None:
-        """Give the images of a process that died to the next ones; raises JobError if too many have died."""
+        """Queue the images of a dead process again; raises JobError if too many processes have died."""
         if self._is_closed:
             return
         self._queue.give_back(engine.in_flight, str(error))
         engine.num_deaths += 1
         if engine.num_deaths >= MAX_DEATHS:
             raise JobError(
-                f"an engine's process has died {MAX_DEATHS} times without a caption between, now: {error}. It may be "
-                "out of memory. The output is intact, and the same job run again resumes"
+                f"an engine's process has died {MAX_DEATHS} times without a caption in between, now: {error}. It may "
+                "be out of memory. The output is intact; run the same job again to resume"
             )
         logger.warning("the process of an engine has ended and is started again: %s", error)
 

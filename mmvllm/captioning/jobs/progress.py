@@ -14,23 +14,23 @@ _OF_THE_WALK = ("num_skipped", "num_failed_before", "num_further_clips")
 
 
 class Progress:
-    """Counters that the job's threads write and any thread may read.
+    """The counters of a run; the job's threads write them, and any thread may read them.
 
-    `engine_wait_share` is the share of the time since the first image was prepared in which the engine had no image to
-    work on, in [0, 1]. `num_failed_before`, those that an earlier run recorded as failed, is a part of `num_skipped`.
+    `engine_wait_share` is the share of the time since the first image was prepared in which the engine waited for
+    images, in [0, 1]. `num_failed_before` counts the skipped images that an earlier run recorded as failed.
     """
 
     def __init__(self):
         self.num_captioned = self.num_duplicates = self.num_failed = self.num_skipped = 0
         self.num_failed_before = 0
         self.ignored = Counts()  # files that are neither images nor videos, by suffix
-        self.reasons = Counts()  # of the failures
+        self.reasons = Counts()  # of failures
         self.num_repetitions = 0  # captions that were ended because they repeated themselves
-        self.num_tokens = 0  # of captions that the model wrote
+        self.num_tokens = 0  # of captions from the model, without copies
         self.num_cut = 0  # captions, including duplicates, whose JSON object is not complete
-        self.num_clips = 0  # with a caption; a part of the above
+        self.num_clips = 0  # captioned clips, which the counts above include
         self.video_seconds = 0.0  # of these clips
-        self.num_further_clips = 0  # that were found, beyond one for each video
+        self.num_further_clips = 0  # clips that were found beyond the first of each video
         self.engine_wait_share = 0.0
         self._start = time.perf_counter()
         self._end: float | None = None
@@ -42,7 +42,7 @@ class Progress:
 
     @property
     def unit(self) -> str:
-        """What is counted: "images", "clips", or "records" where there are both."""
+        """The unit of the counts: "images", "clips", or "records" if there are both."""
         if not self.num_clips:
             return "images"
         return "clips" if self.num_clips == self.num_captioned + self.num_duplicates else "records"
@@ -78,12 +78,12 @@ class Progress:
 
     @property
     def of_the_walk(self) -> dict[str, Any]:
-        """What the search for images has counted, for `take` in another process."""
+        """The counts of the search for images, for `take` in another process."""
         numbers = {name: getattr(self, name) for name in _OF_THE_WALK}
         return numbers | {"ignored": dict(self.ignored)}
 
     def take(self, ignored: dict[str, int], **numbers: int) -> None:
-        """Take the counts of a search in another process, which may arrive in any order."""
+        """Merge the counts of a search in another process, which may arrive in any order."""
         for name in _OF_THE_WALK:
             setattr(self, name, max(getattr(self, name), numbers[name]))
         self.ignored |= ignored
@@ -93,7 +93,7 @@ class Progress:
 
 
 def kind_of_failure(record: dict) -> str:
-    """The reason without what differs from image to image: its caption file's path, details in brackets, numbers."""
+    """Return the reason without parts that differ between images: caption file path, text in brackets, numbers."""
     stem = os.path.splitext(os.path.basename(record["path"]))[0]
     reason = re.sub(rf"^(.*/)?{re.escape(stem)}(\.\w+)+", "the caption file", record["error"], flags=re.DOTALL)
     return re.sub(r"\d+", "N", reason.partition(" (")[0].partition(";")[0])[:100]

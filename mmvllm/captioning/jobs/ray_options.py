@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """Where a job runs, and with how many engines.
+    """The Ray cluster of a job, and its engines.
 
     Args:
         address: "local" starts Ray on this machine for this job; "auto", "host:port" or "ray://..." joins a cluster. A

@@ -2,7 +2,7 @@
 
 Ray restarts a lost actor and sends it its images again. Only the process that started the job writes the output, and it
 admits every image once, so nothing is recorded twice. mmvllm must be installed on all machines, and paths must be the
-same on them; workers change to the folder in which the job was started, if it exists.
+same on them. Workers change to the folder in which the job was started, if it exists.
 """
 
 import logging
@@ -28,7 +28,7 @@ from mmvllm.errors import ArgumentError
 from mmvllm.parallel import ray_session
 
 logger = logging.getLogger(__name__)
-MAX_RETRIES = 3  # of a chunk whose actor is lost: an image in it may be the cause
+MAX_RETRIES = 3  # of a chunk whose actor is lost, which one of its images may cause
 
 
 class RaySource:
@@ -65,7 +65,7 @@ class RaySource:
             raise
 
     def stop(self) -> None:
-        """Take only the records that have arrived; images in flight in the actors are dropped."""
+        """Yield only the records that have arrived; the actors drop images in flight."""
         self._is_stopped = True
 
     def records(self, tasks: PendingTasks, index: Index) -> Iterator[dict]:
@@ -101,12 +101,12 @@ class RaySource:
                 yield from Chunk.unpack(table)
         except ray.exceptions.RayError as error:
             raise JobError(
-                f"Ray cannot continue: {error}. The output is intact, and the same job run again resumes; if an engine "
+                f"Ray cannot continue: {error}. The output is intact; run the same job again to resume. If an engine "
                 f"was lost {MAX_RETRIES + 1} times, it may be out of memory, or an image may crash it"
             ) from error
 
     def _dataset(self, index: Index) -> ray.data.Dataset:
-        """The lazy data set of packed chunks: found by `walk`, captioned by the actors."""
+        """Return the lazy data set of packed chunks, which `walk` finds and the actors caption."""
         recorded = ray.put(index.dump(self._job.selection.retry_failed))
         data = ray.data.from_items([None]).map_batches(
             walk, fn_args=(self._job, recorded), batch_format="pyarrow", num_cpus=0
@@ -135,7 +135,7 @@ class RaySource:
         return data
 
     def _check_resources(self) -> None:
-        """Refuse a request that Ray cannot fulfil; it would wait for the resources for ever."""
+        """Refuse a request that Ray cannot fulfill, because it would wait for the resources forever."""
         resources = {"CPU": self._options.cpus_per_actor, "GPU": self._gpus}
         for text in ray_session.missing_resources(self._options.num_actors, "actor", resources):
             if self._is_ours and self._options.address == "local":

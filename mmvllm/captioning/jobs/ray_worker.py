@@ -1,4 +1,4 @@
-"""The code of Ray's workers in a captioning job: one finds the images, the others run one engine each."""
+"""The code that Ray's workers run in a captioning job: one finds the images, the others run one engine each."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.captioning.sources.tars import TarMember
 
-CHUNK = 16  # images that are sent together, and that are repeated if their actor is lost
+CHUNK = 16  # images that are sent together, and sent again if their actor is lost
 
 
 @dataclass(frozen=True, slots=True)
 class RayJobSpec:
-    """The description of a job that is sent to the walk and to the actors."""
+    """The description of a job for the walk and the actors."""
 
     engine: EngineSpec
     selection: Selection
@@ -42,11 +42,11 @@ class RayJobSpec:
 
 @dataclass(slots=True)
 class Chunk:
-    """Some items, later with their records; sent as one row of a data set."""
+    """A group of items, later with their records, which is sent as one row of a data set."""
 
     items: list[Item] = field(default_factory=list)
     records: list[dict] = field(default_factory=list)
-    num_skipped: int = 0  # by the walk, so far, as the three below
+    num_skipped: int = 0  # by the walk so far, like the next three
     num_failed_before: int = 0
     num_further_clips: int = 0
     ignored: dict[str, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _RemoteOutput(Output):
 
 
 def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
-    """Find the images to caption; a generator, so that Ray takes one chunk at a time."""
+    """Yield chunks of images to caption, lazily, so that Ray takes one chunk at a time."""
     job.enter_folder()
     index = Index()
     index.load(ray.get(recorded))
@@ -99,7 +99,7 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
 
 
 class CaptionActor:
-    """One engine. Ray calls it from several threads, whose chunks share the engine's batches."""
+    """A Ray actor with one engine. Ray calls it from several threads, whose chunks share the engine's batches."""
 
     def __init__(self, job: RayJobSpec):
         job.enter_folder()

@@ -1,4 +1,4 @@
-"""The tasks of a job, given to several engines, and given again where an engine died."""
+"""Distributes the tasks of a job over several engines, and queues the tasks of a dead engine again."""
 
 import threading
 from collections import deque
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from mmvllm.captioning.jobs.captioner import Task
 from mmvllm.processes.signals import wait_until
 
-POLL_SECONDS = 0.05  # an engine's wait for images or for records, between looks at the other
-FOUND_AHEAD = 64  # tasks that no engine has taken
+POLL_SECONDS = 0.05  # an engine waits for images, then for records, in turns of this length
+FOUND_AHEAD = 64  # found tasks that no engine has taken
 
 
 @dataclass(slots=True)
 class Work:
-    """A task, its place among all, and how many engines died while they had it."""
+    """A task, its number among all tasks, and how many engines died while they had it."""
 
     number: int
     task: Task
@@ -22,10 +22,10 @@ class Work:
 
 
 class TaskQueue:
-    """Shared by the thread that finds images, one thread per engine, and the thread that takes the records.
+    """The tasks of a job, shared by the thread that finds images, one thread per engine, and the consumer of records.
 
-    Tasks of an engine that died are given to engines again. Those that two engines have died of are given alone, each
-    to an engine that has nothing else, so that one of them that ends every engine is found out; it has failed then.
+    The tasks of an engine that died are queued again. After the second death, a task is given alone to an idle engine,
+    which identifies a task that kills its engine; after the third death, it fails.
 
     Args:
         failure: makes the record of a task from the reason of its third death.
@@ -52,15 +52,15 @@ class TaskQueue:
         self._is_stopped = True
 
     def fail(self, error: BaseException) -> None:
-        """Have `results` raise this error, after the records that there are."""
+        """Make `results` raise this error after the records that are ready."""
         with self._changed:
             self._error, self._is_stopped, self._has_failed = error, True, True
             self._changed.notify_all()
 
     def results(self, tasks: Iterable[Task]) -> Iterator[tuple[int, tuple[Task, dict]]]:
-        """Give out the tasks; yields their records, as they come, with the number of each task.
+        """Queue the tasks for the engines, and yield (number, (task, record)) as the records arrive.
 
-        Raises what the iteration of the tasks raised, after the records of those before, and what `fail` was given.
+        Raises an exception of `tasks` after the records of earlier tasks, and the error that `fail` was called with.
         """
         threading.Thread(target=self._feed, args=(tasks,), name="mmvllm-find", daemon=True).start()
         while True:
@@ -74,7 +74,7 @@ class TaskQueue:
             raise self._error
 
     def take(self, in_flight: dict[int, Work], most: int) -> list[Work]:
-        """Up to `most` tasks for an engine, to which they are added; an engine without any waits a moment for some."""
+        """Return up to `most` tasks, and add them to `in_flight`; an engine without tasks waits a moment for some."""
         with self._changed:
             if not in_flight:
                 self._changed.wait_for(lambda: self._has_tasks() and not self._is_stopped, POLL_SECONDS)
@@ -85,7 +85,7 @@ class TaskQueue:
             return works
 
     def finish(self, in_flight: dict[int, Work], records: list[tuple[int, dict | None]]) -> None:
-        """Take an engine's records; None is that of a task that was dropped."""
+        """Add the records of an engine; a task that was dropped has the record None."""
         with self._changed:
             for number, record in records:
                 work = in_flight.pop(number)
@@ -117,7 +117,7 @@ class TaskQueue:
                             return
                     self._new.append(Work(number, task))
                     self._changed.notify_all()
-        except BaseException as error:  # raised again in `results`
+        except BaseException as error:  # `results` raises it
             self._error = error
         finally:
             with self._changed:

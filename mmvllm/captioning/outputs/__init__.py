@@ -1,1 +1,1 @@
-"""What a job writes: the journal, tables, caption files, the report."""
+"""The files that a job writes: the journal, tables, caption files and the report."""

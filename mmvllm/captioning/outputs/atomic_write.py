@@ -1,7 +1,7 @@
 """Atomic replacement of files.
 
-Other programs may write to the folder meanwhile: what is written goes to the file that was made, never to what may have
-its name by then.
+Other programs may write to the folder at the same time. Data goes only to the new file, never to another file that has
+taken its name meanwhile.
 """
 
 import os
@@ -19,10 +19,10 @@ from mmvllm.errors import ArgumentError
 
 @contextmanager
 def replacing(path: Path, mode: str = "w", newline: str = "\n", synced: bool = False) -> Iterator[IO]:
-    """A new file to write to, which replaces `path`, also a symbolic link, if nothing is raised.
+    """Open a new file that replaces `path`, even if that is a symbolic link, unless an exception is raised.
 
-    In a text file, UTF-8, characters that cannot be encoded are escaped: names of files need not be Unicode. With
-    `synced` the file is flushed to the disk first.
+    Text files are UTF-8; characters that cannot be encoded are escaped, because file names need not be Unicode. With
+    `synced`, the file is flushed to the disk first.
     """
     temporary, descriptor = _new_file(path)
     try:
@@ -38,33 +38,33 @@ def replacing(path: Path, mode: str = "w", newline: str = "\n", synced: bool = F
 
 
 def temporary_path(target: Path) -> Path:
-    """The path at which a file is written before it replaces `target`."""
+    """Return the path at which a file is written before it replaces `target`."""
     return target.with_name(f".{xxhash.xxh3_64_hexdigest(os.fsencode(target.name))}.tmp")
 
 
 def _new_file(target: Path) -> tuple[Path, int]:
-    """An empty file in the folder of another one, which nothing else has made: no link is followed, no pipe opened.
+    """Create an empty file beside `target`, exclusively: no link is followed, and no pipe is opened.
 
-    Its name is short, because the target's may be as long as the file system allows, and the same each time, so that a
-    run that is killed leaves one file at most.
+    Its name is short, because the target's may be as long as the file system allows. The name is always the same, so
+    that killed runs leave at most one file.
     """
     path = temporary_path(target)
     try:
         path.unlink(missing_ok=True)
-    except OSError:  # a folder
+    except OSError:  # a folder has this name
         path = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # Windows would change line endings
     return path, os.open(path, flags, 0o666)
 
 
 def check_regular(path: Path) -> None:
-    """Raise ArgumentError for a path that is there, and no regular file.
+    """Raise ArgumentError if something exists at a path and is not a regular file.
 
-    A folder that comes from others may have a link to any file in the place of an output, or a pipe without an end.
+    In a folder from someone else, an output's name may belong to a link to any file, or to an endless pipe.
     """
     try:
         is_regular = stat.S_ISREG(path.lstat().st_mode)
-    except OSError:  # said when it is opened
+    except OSError:  # missing, or opening it reports the error
         return
     if not is_regular:
         raise ArgumentError("{path} is not a regular file; give the file itself, or another name", path=path)

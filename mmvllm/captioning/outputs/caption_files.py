@@ -25,34 +25,34 @@ def _as_json(record: dict) -> str:
 
 # Format -> suffix, and the function from a record to the text of its file.
 FILE_FORMATS: dict[str, tuple[str, Callable[[dict], str]]] = {
-    "txt": (".txt", caption_lines),  # as training tools expect it
+    "txt": (".txt", caption_lines),  # the format that training tools expect
     "webdataset-json": (".json", _as_json),  # as in webdataset shards
 }
 
 
-# Why a name cannot be that of a file or a folder here.
+# The errors for a name that no file or folder can have here.
 _OF_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 def _key_of(path: Path) -> str:
-    """Return the key under which the index has the path of a caption file."""
+    """Return the key of a caption file's path in the index."""
     return f"file {digest_of(os.fsencode(real_name(str(path)))).hex()}"
 
 
-MAX_FOLDERS = 100  # of a caption file below the output folder, one within the other
+MAX_FOLDERS = 100  # depth of a caption file below the output folder
 
 _RANGE = r"(?:\.\d+(?:\.\d+)?-(?:\d+(?:\.\d+)?|end))"  # of a clip, see `_seconds`
 
 
 def _seconds(time: float | None) -> str:
-    """A time in a file's name, in an order that is that of names: 00030 or 00030.5."""
+    """Format a time for a file name, such as 00030 or 00030.5, so that names sort by time."""
     return "end" if time is None else f"{time:09.3f}".rstrip("0").rstrip(".")
 
 
 def _kind_of(path: Path, target: Path) -> int | None:
-    """The kind of a file that has to do with the caption file `target`; None if there is none yet.
+    """Return the mode of the file at `path`, which is `target` or its temporary file; None if there is none yet.
 
-    Raises ValueError if there can be none.
+    Raises ValueError if no file can have this path.
     """
     try:
         return path.lstat().st_mode
@@ -67,10 +67,10 @@ class CaptionFiles:
 
     Args:
         format: a name in `FILE_FORMATS`.
-        output_dir: the folder in which the tree of the images is mirrored; None is beside each image.
+        output_dir: the folder that mirrors the folders of the images; None writes beside each image.
         overwrite: replace existing files. Without it, an image whose file exists fails.
-        skip_existing: leave out images whose file exists.
-        suffix: that of the files; by default the format's.
+        skip_existing: skip images whose file exists.
+        suffix: the suffix of the files; by default the suffix of the format.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CaptionFiles:
         self.reserved: set[str] = set()  # real paths of files that the job itself reads or writes
 
     def path(self, item: Item) -> Path | None:
-        """The path of an item's caption file; None if it would be beside an image that is not a file on disk."""
+        """Return the path of an item's caption file; None if it would be beside an image that is not a file on disk."""
         path = item.file if self.output_dir is None else self.output_dir / item.relative
         if path is None:
             return None
@@ -96,21 +96,21 @@ class CaptionFiles:
         return path.with_suffix(self.suffix)
 
     def is_name_for(self, name: str, image: str) -> bool:
-        """Whether a caption file beside an image or a video of this name could be called so."""
+        """Return whether `name` can be the name of a caption file for an image or a video named `image`."""
         stem = re.escape(Path(image).stem)
         return is_media_name(image) and re.fullmatch(rf"{stem}{_RANGE}?{re.escape(self.suffix)}", name) is not None
 
     def skips(self, item: Item) -> bool:
-        """Whether an image is left out because its caption file exists."""
-        with suppress(OSError, ValueError):  # a path that cannot be used is an error in `claim`
+        """Return whether an image is skipped because its caption file exists."""
+        with suppress(OSError, ValueError):  # `claim` reports a path that cannot be used
             path = self.path(item)
             return self.skip_existing and path is not None and os.path.lexists(path)
         return False
 
     def claim(self, item: Item, index: Index) -> Path:
-        """Reserve the path for this item. Raises ValueError, whose text the item's record shows, if it cannot be used.
+        """Reserve and return the path for this item; raises ValueError if it cannot be used.
 
-        Records are read without the command or call that made them, so the texts name no option.
+        The item's record shows the error. Its text names no option, because the reader may not know the command.
         """
         path = self.path(item)
         if path is None:
@@ -120,7 +120,7 @@ class CaptionFiles:
         self._make_folders(path.parent, index)
         if not self.claim_path(path, index):
             raise ValueError(f"{path} is the caption file of another image with this name; rename one, or use jsonl")
-        _kind_of(temporary_path(path), path)  # whose path may be too long where that of the file is not
+        _kind_of(temporary_path(path), path)  # its path may be too long even if the file's path is not
         if (kind := _kind_of(path, path)) is not None:
             if stat.S_ISDIR(kind):
                 raise ValueError(f"{path} is a folder, so it cannot be a caption file; rename one, or use jsonl")
@@ -135,10 +135,10 @@ class CaptionFiles:
         return index.claim(_key_of(path))
 
     def _make_folders(self, folder: Path, index: Index) -> None:
-        """Make the folder of a caption file below the output folder; raises ValueError if its name cannot be one.
+        """Make the folder of a caption file below the output folder; raises ValueError if its name cannot be used.
 
-        Images whose names in a tar or a list are hostile fail by themselves; a folder that cannot be written to, for
-        example, is the end of the job (JobError).
+        A hostile name in a tar or a list thus fails only its image. Other errors, such as a folder that is not
+        writable, end the job with JobError.
         """
         if self.output_dir is None:
             return
@@ -156,10 +156,10 @@ class CaptionFiles:
             raise ValueError(f"{folder}: the folder cannot be made ({explained(error)})") from None
 
     def write(self, record: dict, path: Path | None = None) -> None:
-        """Write a record's file, or another, completely or not at all; raises JobError if that fails.
+        """Write a record's caption file, at `path` if given, atomically; raises JobError if that fails.
 
-        A link in its place is replaced: images may come from others, and with them links to anywhere. Folders are made
-        below the output folder only: the folder of an image exists, unless the image is gone.
+        A link with its name is replaced, because a folder of images from someone else may contain links to anywhere.
+        Folders are made only below the output folder; the folder of an image exists, unless the image is gone.
         """
         path = path or Path(record["file"])
         _, render = FILE_FORMATS[self.format]

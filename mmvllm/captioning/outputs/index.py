@@ -1,6 +1,6 @@
-"""The state of every task by key, and captions by image content, on disk so that memory stays small.
+"""Stores the state of every task by key, and captions by image content, on disk to save memory.
 
-This is a private temporary SQLite database, deleted with the process; the journal is the permanent copy.
+The index is a private temporary SQLite database, deleted with the process; the journal is the permanent copy.
 """
 
 import json
@@ -16,7 +16,7 @@ KEY_BYTES = 16
 
 
 class Index:
-    """Shared by two threads: the one that finds images claims tasks, and the engine's thread notes their results."""
+    """The index of one run. The thread that finds images claims tasks, and the engine's thread stores their results."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class Index:
         self._execute("CREATE TABLE captions (content TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
 
     def claim(self, key: str, retry: bool = False) -> bool:
-        """Mark a task as begun; False if it was begun or recorded before, or with `retry` if it has not failed."""
+        """Mark a task as begun. Return False if it was begun or recorded before, or with `retry` if it did not fail."""
         if retry:
             changed = self._execute(
                 "UPDATE work SET state = ? WHERE key = ? AND state = ? RETURNING 1", BEGUN, key, FAILED
@@ -40,46 +40,46 @@ class Index:
         return bool(changed)
 
     def note(self, key: str, failed: bool, line: int) -> bool:
-        """Store a task's result and its line in the output; False if an earlier line has a record of the task."""
+        """Store a task's state and its line in the output. Return False if an earlier line has a record of the task."""
         earlier = self.line(key)
         self._execute("INSERT OR REPLACE INTO work VALUES (?, ?, ?)", key, FAILED if failed else RECORDED, line)
         return earlier is None
 
     def add_name(self, name: str, key: str) -> None:
-        """Store a further key of a task: the path may have been typed in another way."""
+        """Store an additional key of a task, whose path may have been typed in another way."""
         if name != key:
             self._execute("INSERT OR IGNORE INTO names VALUES (?, ?)", name, key)
 
     def recorded_as(self, name: str) -> str | None:
-        """The key that a task with this key, or further key, is begun or recorded with; None if it is new."""
+        """Return the key under which a task with this (additional) key is begun or recorded; None if it is new."""
         query = "SELECT key FROM work WHERE key = ?1 UNION ALL SELECT key FROM names WHERE name = ?1 LIMIT 1"
         rows = self._execute(query, name)
         return rows[0][0] if rows else None
 
     def renumber(self, keys: Iterable[str]) -> int:
-        """Set the lines of recorded tasks to their order in `keys`; returns how many there are."""
+        """Set the lines of recorded tasks to their order in `keys`, and return the number of keys."""
         number = 0
         for number, key in enumerate(keys, 1):
             self._execute("UPDATE work SET line = ? WHERE key = ?", number - 1, key)
         return number
 
     def line(self, key: str) -> int | None:
-        """The last line of the output with a record of the task, from 0."""
+        """Return the last line of the output with a record of the task, counted from 0; None if there is none."""
         rows = self._execute("SELECT line FROM work WHERE key = ?", key)
         return rows[0][0] if rows else None
 
     def count_failed(self) -> int:
-        """Number of recorded tasks that failed."""
+        """Return the number of recorded tasks that failed."""
         return self._execute("SELECT count(*) FROM work WHERE state = ?", FAILED)[0][0]
 
     def has_failed(self, key: str) -> bool:
-        """Whether the task is recorded as failed."""
+        """Return whether the task is recorded as failed."""
         return bool(self._execute("SELECT 1 FROM work WHERE key = ? AND state = ?", key, FAILED))
 
     def dump(self, retry: bool) -> bytes:
-        """Recorded tasks, or with `retry` failed ones, for `load` in another process.
+        """Serialize the recorded tasks, or with `retry` only failed ones, for `load` in another process.
 
-        Each is a name and a key of 16 bytes, and a state.
+        Each entry has a key or additional key (16 bytes), the task's key (16 bytes) and its state (1 byte).
         """
         states = "SELECT key AS name, key, state FROM work WHERE state >= ?1"
         names = "SELECT name, key, state FROM names JOIN work USING (key) WHERE state >= ?1"
@@ -94,25 +94,25 @@ class Index:
             self.add_name(name, key)
 
     def keep_caption(self, content: str, record: dict) -> None:
-        """Store the record that images of the same content copy; the first record is kept."""
+        """Store the record to copy for images with the same content, unless one is stored already."""
         self._execute("INSERT OR IGNORE INTO captions VALUES (?, ?)", content, json.dumps(record))
 
     def caption(self, content: str) -> dict | None:
-        """The stored record for images of this content, if there is one."""
+        """Return the stored record for images with this content, or None."""
         rows = self._execute("SELECT record FROM captions WHERE content = ?", content)
         return json.loads(rows[0][0]) if rows else None
 
     def defer(self, record: dict) -> None:
-        """Store a record whose caption file has no certain place until its image is found."""
+        """Store a record whose caption file has an uncertain path until its image is found."""
         self._execute("INSERT OR REPLACE INTO unplaced VALUES (?, ?)", record["key"], json.dumps(record))
 
     def take_deferred(self, key: str) -> dict | None:
-        """Remove and return the deferred record of a task."""
+        """Remove and return the deferred record of a task, or None."""
         rows = self._execute("DELETE FROM unplaced WHERE key = ? RETURNING record", key)
         return json.loads(rows[0][0]) if rows else None
 
     def deferred(self) -> Iterator[dict]:
-        """The records that are still deferred."""
+        """Yield the records that are still deferred."""
         for (record,) in self._execute("SELECT record FROM unplaced"):
             yield json.loads(record)
 
@@ -128,7 +128,7 @@ class Index:
 
 
 def keep_caption(settings: CaptionSettings, index: Index, record: dict) -> None:
-    """Store a record made with these settings for images of the same content, unless it is a copy or not repeatable."""
+    """Store a record to copy for images with the same content, unless it failed, is a copy, or is not repeatable."""
     is_original = record["error"] is None and record["duplicate_of"] is None
     if is_original and settings.is_repeatable:
         index.keep_caption(settings.content_key(record["digest"], record["prompt"]), record)

@@ -1,8 +1,8 @@
-"""The output of a job: an append-only file of JSON lines, from which any later run resumes.
+"""The journal of a job: an append-only file of JSON lines, from which later runs resume.
 
 Each record is written in full before the next one, and synced to the disk within a second while others follow. If the
-process is killed, only the last line can be incomplete, and the next run removes it. The file `NAME.settings` beside it
-has the settings that the records were made with.
+process is killed, only the last line can be incomplete, and the next run removes it. The settings of the records are in
+the file `NAME.settings` beside the journal.
 """
 
 import itertools
@@ -32,12 +32,12 @@ SYNC_SECONDS = 1.0
 
 
 class Journal:
-    """The records of one file, and an index of them.
+    """The open journal of a run, with an index of its records.
 
     Args:
         path: the file; it is locked while the journal is open.
         overwrite: replace the file; its content is kept until the first record is written.
-        append_anyway: add to a file that was made with other settings.
+        append_anyway: append to a file that was made with other settings.
 
     Raises ArgumentError if the file has other settings, is not a journal or cannot be opened, and ValueError if another
     run has locked it. Methods raise JobError if the file cannot be read or written, or another program changed it.
@@ -66,16 +66,16 @@ class Journal:
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """The files that it writes."""
+        """The journal's file and its settings file."""
         return self._file.path, self.made_with.path
 
     @property
     def has_records(self) -> bool:
-        """Whether there is any record that is not to be overwritten."""
+        """Whether the file has records that this run does not overwrite."""
         return self._file.size > 0 and (self._has_begun or not self._overwrite)
 
     def is_own(self, record: dict) -> bool:
-        """Whether a record was made with the settings of this run."""
+        """Return whether a record was made with the settings of this run."""
         return record["settings"] in self.fingerprints
 
     def begin(self) -> None:
@@ -87,7 +87,7 @@ class Journal:
                     self._drop_superseded()
 
     def append(self, record: dict) -> None:
-        """Write one record; if that fails, remove what was written of it and raise JobError."""
+        """Write one record; if that fails, remove the incomplete line and raise JobError."""
         line = f"{as_line(record)}\n".encode()
         if not self._has_begun:
             self._begin_writing()
@@ -99,7 +99,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Flush all records to the disk, and check that they are still in the file that has the journal's path."""
+        """Flush all records to the disk, and check that the journal's path still leads to this file."""
         with _as_job_error(self.path):
             self._file.sync()
             self.check()
@@ -108,7 +108,7 @@ class Journal:
     def check(self) -> None:
         """Raise JobError if another program has deleted, replaced or changed the file."""
         if not self.has_records or self._is_lost:
-            return  # nothing can be lost, or it was said
+            return  # nothing can be lost, or the loss is already reported
         if (happened := self._file.what_happened()) is not None:
             self._is_lost = True
             made_files = " (after deleting the caption files that were made)" if self._settings.caption_files else ""
@@ -122,7 +122,7 @@ class Journal:
             self.made_with.write(self._settings)
 
     def records(self) -> Iterator[dict]:
-        """The records, one per task: the last one where a failed task was tried again."""
+        """Yield one record per task: the last one, if a failed task was retried."""
         if self._overwrite and not self._has_begun:
             return
         for number, line in enumerate(self._lines()):
@@ -131,14 +131,14 @@ class Journal:
                 yield record
 
     def caption_columns(self) -> list[str]:
-        """The columns of a table for the captions of jobs with several, at most `MAX_COMPLETIONS`."""
+        """Return the table columns for jobs with several captions per image, at most `MAX_COMPLETIONS`."""
         of_jobs = ((values.get("prompts") or [], values.get("n", 1)) for values in self.made_with.known.values())
-        unnamed = [None] if self._has_unnamed else []  # of images whose prompt is that of a list
+        unnamed = [None] if self._has_unnamed else []  # for images with a prompt from a list
         columns = (caption_columns([one["name"] for one in prompts] + unnamed or [None], n) for prompts, n in of_jobs)
         return list(dict.fromkeys(itertools.islice(itertools.chain.from_iterable(columns), MAX_COMPLETIONS)))
 
     def close(self) -> None:
-        """Close and unlock the file; an empty one is deleted."""
+        """Close and unlock the file; delete it if it is empty."""
         if not self._file.is_open:
             return
         try:
@@ -164,7 +164,7 @@ class Journal:
         self._has_begun = True
 
     def _read_records(self) -> None:
-        """Read the records into the index; complete the last line, or remove it if its record is incomplete."""
+        """Read the records into the index; end the last line, or remove it if its record is incomplete."""
         size = 0
         for line in self._lines():
             is_last = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
@@ -176,7 +176,7 @@ class Journal:
                 self._file.truncate(size)
                 return
             if record is None:
-                self._has_superseded = False  # the file stays as it is
+                self._has_superseded = False  # leaves the file unchanged
                 raise ArgumentError(
                     "{path}: line {line} is not a record of a caption; correct or delete the line, or start again with "
                     "{overwrite}",
@@ -191,7 +191,7 @@ class Journal:
 
     def _read_record(self, record: dict) -> None:
         if record["error"] is not None and record["finish_reason"] is None:
-            # Not an image but a folder, tar or line that could not be read: every run tries it again.
+            # Not an image but a folder, tar or line that could not be read: every run retries it.
             self._num_lines, self._has_superseded = self._num_lines + 1, True
             return
         self._index_record(record)
@@ -201,7 +201,7 @@ class Journal:
             keep_caption(self._settings, self.index, record)
 
     def _names(self, record: dict) -> Iterator[str]:
-        """Further keys of the image: with its path as it was recorded, and with its real path, as tasks have it now."""
+        """Yield additional keys of the image: with its recorded path, and with its real path, which tasks use now."""
         path, id, prompt = record["path"], record["id"], record["prompt"]
         if is_clip(record):
             part = self._part(record)
@@ -210,12 +210,12 @@ class Journal:
             return
         yield task_key(self._settings.fingerprint, path, id, prompt, "")
         first = (record["settings"], path, id, prompt)
-        # Of a version whose keys had paths as typed.
+        # An earlier version made keys from paths as they were typed.
         if not _leaves_tar(path) and record["key"] in (task_key(*first), task_key(*first, "")):
             yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
 
     def _part(self, record: dict) -> tuple[str, ...] | None:
-        """What the key of a video's clip has beyond that of an image; None for a range that a list has named."""
+        """Return the part of the key that identifies the clip in its video; None for a range from a list."""
         path, id, prompt = record["path"], record["id"], record["prompt"]
         for real in self._real_names(path):
             for part in ((), (part_of_key(record["start"]),)):
@@ -224,9 +224,9 @@ class Journal:
         return None
 
     def _real_names(self, path: str) -> list[str]:
-        """The real names that the video of a clip had for the runs of this output; the last ones are kept.
+        """Return the real names that a clip's video had in the runs of this output.
 
-        The clips of a video follow each other.
+        The last result is cached, because the clips of a video follow each other.
         """
         if self._last_names[0] != path:
             folders = (os.getcwd(), *self.made_with.folders)
@@ -242,7 +242,7 @@ class Journal:
         self._num_lines += 1
 
     def _drop_superseded(self) -> None:
-        """Rewrite the file without the failures that were, or will be, tried again."""
+        """Rewrite the file without the failures that were or will be retried."""
         target = self._file.path
         temporary = target.with_name(f"{target.name}.tmp")
         temporary.unlink(missing_ok=True)
@@ -262,12 +262,12 @@ class Journal:
         if not self.path.exists():  # the journal was closed without a record
             return
         with self.path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):  # an output of others may be one endless line
+            while line := file.readline(MAX_LINE_BYTES + 1):  # a file from someone else may be one endless line
                 yield line
 
 
 def _leaves_tar(path: str) -> bool:
-    """Whether a path may be that of a member such as "../b.png" of a tar, which is not the file beside the tar."""
+    """Return whether a path may mean a tar member such as "../b.png", which is not the file beside the tar."""
     before, found, _ = path.rpartition("/../")
     return bool(found) and ".tar/" in f"{before}/".lower()
 

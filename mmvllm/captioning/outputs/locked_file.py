@@ -1,4 +1,4 @@
-"""A file that is locked and appended to, and that notices what other programs do to it."""
+"""A locked file for appending, which detects changes by other programs."""
 
 import logging
 import os
@@ -16,15 +16,15 @@ from mmvllm.captioning.errors import explained
 from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
-# Windows would change the ends of lines; a link that has been put there meanwhile is not followed.
+# Windows would change line endings; a link that was put there meanwhile is not followed.
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-LOCK_OFFSET = 2**40  # a lock of Windows keeps other handles from reading; no record is so far from the beginning
+LOCK_OFFSET = 2**40  # locked bytes cannot be read through other handles on Windows, so the lock is beyond any record
 
 
 class LockedFile:
-    """An open file with an exclusive lock; `size` is what this process has read or written, in bytes.
+    """An open file with an exclusive lock; `size` is its size in bytes unless another program has changed it.
 
-    With `is_new` it must not exist yet: another program may have put a link or a pipe there.
+    With `is_new`, the file must not exist yet, because another program may have put a link or a pipe there.
 
     Raises ValueError if another process has locked it, and ArgumentError if it cannot be opened for writing.
     """
@@ -44,7 +44,7 @@ class LockedFile:
         return self._file is not None
 
     def append(self, data: bytes) -> None:
-        """Write all of the data, or nothing of it if OSError is raised."""
+        """Append all of the data, or nothing if OSError is raised."""
         rest = data
         try:
             while rest:
@@ -55,7 +55,7 @@ class LockedFile:
         self.size += len(data)
 
     def undo_append(self) -> None:
-        """Remove what was written beyond `size`, if the file system allows it."""
+        """Truncate the file to `size`, if the file system allows it."""
         try:
             os.ftruncate(self._file, self.size)
         except OSError as error:  # the next run removes an incomplete line
@@ -66,11 +66,11 @@ class LockedFile:
         self.size = size
 
     def sync(self) -> None:
-        """Flush it to the disk."""
+        """Flush the file to the disk."""
         os.fsync(self._file)
 
     def what_happened(self) -> str | None:
-        """What another program did to the file since it was opened; None if nothing that matters."""
+        """Return what another program did to the file since it was opened, or None."""
         status = os.fstat(self._file)
         try:
             is_same = os.path.samestat(status, os.stat(self.path))
@@ -83,7 +83,7 @@ class LockedFile:
         return None if status.st_size == self.size else "was changed"
 
     def take_over(self, new: "LockedFile") -> None:
-        """Have the other file take the place of this one, which stays locked, on Windows but for a moment."""
+        """Replace this file by `new`; the path stays locked, except for a moment on Windows."""
         if fcntl is not None:
             new.path.replace(self.path)
             self.close()
@@ -108,7 +108,7 @@ class LockedFile:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close and unlock it."""
+        """Close and unlock the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

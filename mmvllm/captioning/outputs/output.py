@@ -1,4 +1,4 @@
-"""The outputs of a job: the journal, the tables and caption files made from it, and their folder."""
+"""The outputs of a job: the journal, the tables and caption files that are derived from it, and their folder."""
 
 import os
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ DEFAULT_JOURNAL = "captions.jsonl"
 
 
 class OutputFolder:
-    """The folder of caption files at `path`, watched while a job runs; nothing if `path` is None."""
+    """The folder of caption files, which is checked while a job runs; without a `path`, all methods do nothing."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -63,14 +63,17 @@ class OutputFolder:
             )
 
     def remove_if_new(self) -> None:
-        """Remove the folder if this job has made it and nothing is in it."""
+        """Remove the folder if this job made it and it is empty."""
         if self._is_new:
             with suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
 
 class Output:
-    """Everything that a job writes; see `caption_images` for the arguments. No file is changed before `begin`."""
+    """Everything that a job writes; see `caption_images` for the arguments.
+
+    No existing file is changed before `begin`.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Output:
         options = (overwrite, append_anyway, skip_existing, retry_failed, caption_extension)
         self.path, self.format = path, check_output(settings, path, format, output_dir, *options)
         self.files = None
-        self._unwritten: list[dict] = []  # records whose files are to be written
+        self._unwritten: list[dict] = []  # records whose caption files are not written yet
         if self.format in FILE_FORMATS:
             self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing, caption_extension)
             self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
@@ -107,7 +110,7 @@ class Output:
             self._restorer = Restorer(self.files, self.journal)
 
     def reserve(self, paths: Iterable[str | PathLike]) -> None:
-        """Do not let a caption file replace one of these files, which the job reads or writes."""
+        """Keep caption files from replacing these files, which the job reads or writes."""
         if self.files is not None:
             self.files.reserved |= {os.path.realpath(path) for path in paths}
 
@@ -118,13 +121,13 @@ class Output:
 
     @property
     def earlier(self) -> EarlierRuns:
-        """What is known of the earlier runs into this output."""
+        """The working directories and fingerprints of earlier runs into this output."""
         if self.journal is None or not self.journal.made_with.known:
             return EarlierRuns()
         return EarlierRuns(tuple(self.journal.made_with.folders), tuple(self.journal.fingerprints))
 
     def begin(self) -> None:
-        """Read the existing records, and write caption files that they name and that are missing."""
+        """Read the existing records, and restore their missing caption files."""
         if self.journal is None:
             self._index = Index()
             return
@@ -133,16 +136,16 @@ class Output:
             self._restorer.begin()
 
     def found(self, item: Item, key: str) -> None:
-        """Take note that this run has found an image that is recorded."""
+        """Restore the caption file of a recorded image that this run has found, if it was deferred."""
         if self._restorer is not None:
             self._restorer.found(item, key)
 
     def skips(self, item: Item) -> bool:
-        """Whether an image is left out because its caption file exists."""
+        """Return whether an image is skipped because its caption file exists."""
         return self.files is not None and self.files.skips(item)
 
     def claim_file(self, item: Item) -> str | None:
-        """The path of this item's caption file, if the format has one; raises ValueError if it cannot be used."""
+        """Reserve the path of an item's caption file, if the format has one; raises ValueError if it is unusable."""
         return None if self.files is None or item.error else str(self.files.claim(item, self.index))
 
     def write(self, record: dict) -> None:
@@ -161,13 +164,13 @@ class Output:
         return records
 
     def _write_files(self, records: list[dict]) -> None:
-        """Call this only after the journal is synced: a file without a record would count as not made by this job."""
+        """Write caption files of synced records: a file without a record would count as not made by this job."""
         self._folder.check()
         for record in records:
             self.files.write(record)
 
     def finish(self) -> None:
-        """Check that all that was written is still there, and write the table of all records, if the format is one."""
+        """Check that all outputs still exist, and write the table of all records if the format is a table."""
         self._flush()
         if self.journal is not None:
             self.journal.check()
@@ -211,7 +214,7 @@ def check_output(
     retry_failed: bool = False,
     caption_extension: str | None = None,
 ) -> str:
-    """The format of an output with these arguments; raises ArgumentError for arguments that do not fit together."""
+    """Return the format of an output with these arguments; raises ArgumentError for incompatible arguments."""
     format = format or _format_of(path)
     _check(path, format, output_dir, overwrite, skip_existing)
     if caption_extension is not None:
@@ -229,7 +232,7 @@ def check_output(
 
 
 def _format_of(path: Path | None) -> str:
-    """The format that the suffix names, JSON lines without one; raises ArgumentError for a suffix that names none."""
+    """Return the format of the suffix, or JSON lines without a suffix; raises ArgumentError for an unknown suffix."""
     suffix = path.suffix.removeprefix(".").lower() if path else ""
     if suffix in ("", *RECORD_FORMATS):
         return suffix or "jsonl"
@@ -259,7 +262,7 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
         for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
             if value:
                 names = ", ".join(FILE_FORMATS)
-                raise ArgumentError(f"{{{name}}} is for caption files ({names}), the format is {format}")
+                raise ArgumentError(f"{{{name}}} needs a format with caption files ({names}), got {format}")
     if format in TABLES:
         _check_table(path, format, overwrite)
 
@@ -267,14 +270,14 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
 def _check_extension(extension: str, format: str) -> None:
     check_suffix("caption_extension", extension)
     if format != "txt":
-        raise ArgumentError("{caption_extension} is for the format txt, the format is {value}", value=format)
+        raise ArgumentError("{caption_extension} needs the format txt, got {value}", value=format)
 
 
 def _check_context(suffix: str, output_dir: Path | None, context_from: str | None) -> None:
     if output_dir is None and suffix == context_from:
         raise ArgumentError(
-            "{context_from} is {suffix!r}, which the caption files have, too: they would replace what they are made "
-            "from; choose another {caption_extension}, or an {output_dir}",
+            "{context_from} is {suffix!r}, the suffix of the caption files: captions would replace the context that "
+            "they are generated from; choose another {caption_extension}, or an {output_dir}",
             suffix=context_from,
         )
 

@@ -80,7 +80,7 @@
       box.rel = "noopener noreferrer";
       box.setAttribute("aria-label", `Open ${baseName(record.path)}`);
     }
-    if (record.link && isPart(record)) box.href += `#t=${record.start},${record.end}`;  // where players begin and end
+    if (record.link && isPart(record)) box.href += `#t=${record.start},${record.end}`;  // the range that players show
     const data = thumbnail(record.same ?? index);
     if (!data) {
       box.textContent = record.web ? "On the web" : "No preview";
@@ -95,7 +95,7 @@
     return box;
   };
 
-  // An image with boxes and points over it, whose places are in per cent.
+  // An image with boxes and points drawn over it, at positions in percent.
   const drawn = (image, boxes) => {
     const frame = make("span", "drawn");
     frame.append(image, ...boxes.map(([left, top, width, height, label]) => {
@@ -132,7 +132,7 @@
   };
 
   const change = (index, words) => {
-    const isOriginal = words === records[index].caption.replace(/\r\n?/g, "\n");  // as a text area has it
+    const isOriginal = words === records[index].caption.replace(/\r\n?/g, "\n");  // a text area normalizes line breaks
     if (isOriginal) edits.delete(index);
     else edits.set(index, words);
     haystacks[index] = haystack(index);
@@ -140,7 +140,7 @@
     document.getElementById("edits").textContent = edits.size ? `${count.format(edits.size)} edited` : "";
   };
 
-  // A card's caption and the buttons to edit it. What is typed counts at once; Escape takes it back.
+  // A card's caption and the buttons to edit it. Input takes effect at once; Escape discards it.
   const editable = (index, item) => {
     const box = make("div", "text"), acts = make("div", "acts"), name = baseName(records[index].path);
     const show = () => {
@@ -177,7 +177,7 @@
     return [box, acts];
   };
 
-  // The records as they are in the output; those with another caption are marked.
+  // Downloads the records of the output; records with an edited caption are marked.
   const download = () => {
     const lines = [...document.querySelectorAll("script.lines")].flatMap((block) => JSON.parse(block.textContent));
     const changed = (line, caption) => {

@@ -1,8 +1,8 @@
-"""A report of captions in one HTML file, without network access, for 10,000 images and clips and more.
+"""Writes captions as a report in one HTML file without network access, for 10,000 images and clips and more.
 
-The page is written while the records are read: first blocks of JSON, with texts, the records as they are in the output,
-and thumbnails apart, then the counts and the throughput. Its script makes cards from the blocks as the reader scrolls,
-lets captions be edited, and gives the records with the edited captions as a download. Texts of records are written
+The page is written while the records are read. Blocks of JSON come first, with card texts, complete records and
+thumbnails in separate elements; counts and throughput follow. The page's script makes cards from the blocks as the
+reader scrolls, lets the reader edit captions, and offers the edited records for download. Texts of records are written
 only as JSON or escaped, and the page's content security policy allows no other script and no requests.
 """
 
@@ -35,7 +35,7 @@ GENERATOR = b'<meta name="generator" content="mmvllm caption">'
 MAX_IMAGES = 10_000  # shown with a caption
 MAX_FAILURES = 2_000  # shown with a reason
 MAX_BOXES = 100  # drawn on one image
-MAX_CHARACTERS = 2**18  # of a record's line; longer ones are counted, and not shown
+MAX_CHARACTERS = 2**18  # of a record's line; longer records are counted but not shown
 BLOCK = 100  # records in one piece of JSON
 NUM_WORKERS = min(4, os.cpu_count() or 1)
 LOOKAHEAD = 8 * NUM_WORKERS
@@ -56,8 +56,8 @@ def write_report(
 ) -> None:
     """Write a page with thumbnails, captions, failures, counts and throughput of `records`, which are iterated once.
 
-    Files are read again for their thumbnails, within the `timeouts`; images on the web, and images that could not be
-    loaded, are not. Raises ValueError if the page cannot be at `path`, and any exception of `records`; an earlier page
+    Files are read again for thumbnails, within the `timeouts`, except images on the web and images that could not be
+    loaded. Raises ValueError if the page cannot be written to `path`, and any exception of `records`; an earlier page
     is then kept.
     """
     path = Path(path)
@@ -93,7 +93,7 @@ def _fill(template: str, **values: str) -> str:
 
 
 def _policy(template: str) -> str:
-    """The content security policy: this style, this script, and images embedded in the page."""
+    """Return the content security policy, which allows this style, this script and embedded images."""
     hashes = {
         tag: base64.b64encode(
             hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode()).digest()
@@ -117,11 +117,11 @@ def check_place(path: Path) -> None:
 
 
 class _Tally:
-    """Counts over all records, including those that are not shown."""
+    """The counts of all records, including records that are not shown."""
 
     def __init__(self):
         self.captioned = self.failed = self.duplicates = self.clips = self.long = 0
-        self.times = array("d")  # of records that are not shown, only these 8 bytes are kept
+        self.times = array("d")  # 8 bytes per record, also for records that are not shown
 
     def add(self, record: dict) -> bool:
         """Count a record; return whether it is shown."""
@@ -169,13 +169,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[tuple[dict, str, str | None]]:
-    """The card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
+    """Yield the card, the line of JSON and the thumbnail of each record; threads make a few thumbnails ahead."""
     from mmvllm.captioning.outputs.thumbnails import strip_of_frames, thumbnail
-    from mmvllm.captioning.sources.loading import ItemLoader  # here, because they import torch
+    from mmvllm.captioning.sources.loading import ItemLoader  # imported here because they import torch
 
     pending: deque[tuple[dict, str, Future[str | None]]] = deque()
     index_of: dict[tuple, int] = {}  # the card of each image or clip, for its duplicates
-    tar_index = lru_cache(maxsize=8)(_tar_index)  # several engines caption as many tars at a time
+    tar_index = lru_cache(maxsize=8)(_tar_index)  # several engines may caption several tars at a time
     with (
         ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool,
         closing(ItemLoader(timeouts, NUM_WORKERS)) as loader,
@@ -202,12 +202,12 @@ def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[
 
 
 def _could_not_be_loaded(record: dict) -> bool:
-    """Whether an image or a clip failed before its size was known; loading it may take as long again."""
+    """Return whether an image or a clip failed before its size was known; loading it again may take as long."""
     return record.get("error") is not None and record.get("width") is None
 
 
 def _card(record: dict, home: Path) -> dict[str, Any]:
-    """The fields of a record that the page shows, without those that are None."""
+    """Return the fields of a record that the page shows, without None values."""
     path = _path(record)
     card = {key: _clean(record[key]) for key in _TEXTS if record.get(key) is not None}
     card |= {key: number for key in _NUMBERS if (number := _number(record.get(key))) is not None}
@@ -222,13 +222,13 @@ def _card(record: dict, home: Path) -> dict[str, Any]:
 
 
 def _further(record: dict) -> list[tuple[str | None, str]]:
-    """The captions of a record with several, but for the one that its card shows first."""
+    """Return the captions of a record with several, except the one that its card shows first."""
     captions = shown_captions(record) if isinstance(record.get(LIST), list) else []
     return captions if record.get("caption") is None else captions[1:]
 
 
 def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[list]:
-    """Yield [left, top, width, height, label] of each box or point, in per cent of the image."""
+    """Yield [left, top, width, height, label] of each box or point, in percent of the image."""
     if not (isinstance(boxes, list) and width and height):
         return
     for box in boxes:
@@ -241,7 +241,7 @@ def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[li
 
 
 def _link(path: str, home: Path) -> str:
-    """A relative link if the file is in a folder below the page, so that both can be moved together."""
+    """Return a link, relative if the file is in or below the page's folder, so that both can be moved together."""
     absolute = Path(path).absolute()
     if absolute.is_relative_to(home):
         return "./" + urllib.parse.quote(os.fsencode(absolute.relative_to(home)))
@@ -256,7 +256,7 @@ def _source(path: str, tar_index: Callable[[str], dict[str, TarMember]]) -> Sour
     if len(path) > MAX_PATH:
         return path
     if os.path.isfile(path):
-        return str(Path(path).absolute())  # also with a name such as "~a.jpg" or "data:a.jpg"
+        return str(Path(path).absolute())  # even if its name is like "~a.jpg" or "data:a.jpg"
     for match in re.finditer(r"\.tar/", path, re.IGNORECASE):
         tar, member = path[: match.end() - 1], path[match.end() :]
         if os.path.isfile(tar):
@@ -268,7 +268,7 @@ def _tar_index(tar: str) -> dict[str, TarMember]:
     index = {}
     with suppress(ValueError):  # of a damaged tar, use the members before the damage
         for name, member in tar_members(tar):
-            index.setdefault(name, member)  # of several with one name, the first was captioned
+            index.setdefault(name, member)  # of several members with one name, the first was captioned
     return index
 
 
@@ -283,12 +283,12 @@ def _write_blocks(file: TextIO, cards: Iterator[tuple[dict, str, str | None]]) -
 
 
 def _json(value: Any) -> str:
-    """JSON without characters that could end a script element or begin a comment."""
+    """Return JSON without characters that could end a script element or begin a comment."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_INERT)
 
 
 def _clean(value: Any) -> str:
-    """The text with surrogates escaped, because file names need not be Unicode."""
+    """Return the text with surrogates escaped, because file names need not be Unicode."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Caption files that records name and that are missing, after a killed run or a deletion, are written again."""
+"""Restores missing caption files from the records of an output, after a killed run or a deletion."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ NUM_NAMED = 10
 
 
 class Restorer:
-    """Restores the caption files of an output; those that cannot be restored are logged, with the reason."""
+    """Restores the caption files of an output, and logs files that cannot be restored, with the reason."""
 
     def __init__(self, files: CaptionFiles, journal: Journal):
         self._files, self._journal = files, journal
@@ -26,7 +26,7 @@ class Restorer:
         self._num_problems = 0
 
     def begin(self) -> None:
-        """Restore the files of earlier runs; a file whose place is not certain waits until its image is found."""
+        """Restore the files of earlier runs; a file with an uncertain path waits until its image is found."""
         for record in self._own_records():
             self._num_earlier += 1
             path = self._path(record)
@@ -45,7 +45,7 @@ class Restorer:
             self._restore(record, path)
 
     def finish(self) -> None:
-        """Restore files that another program deleted during the run, and log which are still missing."""
+        """Restore files that another program deleted during the run, and log the files that are still missing."""
         num_restored = 0
         for number, record in enumerate(self._own_records()):
             path = self._path(record) if number < self._num_earlier else Path(record["file"])
@@ -63,29 +63,29 @@ class Restorer:
         return (one for one in records if one["file"] and one["error"] is None and self._journal.is_own(one))
 
     def _path(self, record: dict) -> Path | None:
-        """Where the file of a record belongs; None if its image is not at the recorded path, seen from here.
+        """Return the path of a record's caption file; None if it is uncertain, for example if the image is missing.
 
-        An output may come from others, with the images: it must not say which files are written.
+        An output may come from someone else together with the images, so it must not choose which files are written.
         """
         path, image = Path(record["file"]), Path(os.path.expanduser(record["path"]))
         if not self._files.is_name_for(path.name, image.name) or not os.path.lexists(image):
             return None
         if self._files.output_dir is not None:
-            # The folder may have been typed in another way then, from another working directory.
+            # The earlier run may have named the folder in another way, from another working directory.
             made_with = self._journal.made_with.known.get(record["settings"], {})
             folder = output_dir_of(made_with.get("caption_files"))
             if folder is None or not path.is_relative_to(folder):
                 return None
             inside = path.relative_to(folder)
             is_hidden = any(part.startswith(".") for part in inside.parts)  # also ".."
-            is_deep = len(inside.parts) > MAX_FOLDERS + 1  # of which no file was written
+            is_deep = len(inside.parts) > MAX_FOLDERS + 1  # no file is written that deep
             return None if is_hidden or is_deep else self._files.output_dir / inside
         is_from_here = path.is_absolute() or not self._folders or os.getcwd() in self._folders
         is_beside = path.parent in (image.parent, Path(record["path"]).parent)
         return path if is_from_here and is_beside else None
 
     def _restore(self, record: dict, path: Path) -> bool:
-        """Write the file if it is missing or empty; returns whether it was written."""
+        """Write the file if it is missing or empty; return whether it was written."""
         try:
             if path.is_file() and path.stat().st_size:  # a power failure may leave an empty file
                 return False

@@ -19,7 +19,7 @@ from mmvllm.sampling_params import MAX_COMPLETIONS
 from mmvllm.utils.text import beginning_of, load_json, printable
 
 VERSION = 2
-MAX_FOLDERS = 100  # that are kept; relative paths are looked for in each of them
+MAX_FOLDERS = 100  # working directories to keep; relative paths are looked up in each of them
 MAX_SETTINGS = 1000
 MAX_SHOWN = 2000  # characters of a difference
 
@@ -66,7 +66,7 @@ class SettingsFile:
             )
 
     def fingerprints(self, settings: CaptionSettings) -> frozenset[str]:
-        """The fingerprints of the settings that equal these; earlier versions computed them from fewer fields."""
+        """Return the fingerprints of settings that equal these; earlier versions computed them from fewer fields."""
         return frozenset(name for name, values in self.known.items() if not settings.difference(values, self.folders))
 
     def write(self, settings: CaptionSettings) -> None:
@@ -96,28 +96,28 @@ class SettingsFile:
         if len(known) > MAX_SETTINGS:
             raise ValueError(f"it must have at most {MAX_SETTINGS} settings, got {len(known)}")
         if not all(map(_is_path, folders)):
-            raise ValueError("a folder is no path")
+            raise ValueError("a folder is not a path")
         if max(map(_num_captions, known.values()), default=0) > MAX_COMPLETIONS:
             raise ValueError(f"settings make more than {MAX_COMPLETIONS} captions of an image")
         return known, folders[-MAX_FOLDERS:]
 
 
 def _num_captions(values: Any) -> int:
-    """How many captions of an image settings make; raises ValueError where values are not of the types in use."""
+    """Return how many captions per image the settings make; raises ValueError for values of wrong types."""
     if not isinstance(values, dict):
         raise ValueError("settings are not an object")
     if (files := values.get("caption_files")) is not None and not _is_path(files):
-        raise ValueError("caption_files is no path")
+        raise ValueError("caption_files is not a path")
     prompts, n = values.get("prompts") or [], values.get("n", 1)
     if not isinstance(prompts, list) or not all(map(_is_prompt, prompts)):
         raise ValueError("prompts are not a list of objects with a name")
     if type(n) is not int or n < 1:
-        raise ValueError("n is no integer of at least 1")
+        raise ValueError("n is not an integer of at least 1")
     return n * max(1, len(prompts))
 
 
 def _is_path(value: Any) -> bool:
-    """Whether it can be a path; the time to resolve one grows with the square of its length."""
+    """Return whether a value can be a path; its length is limited because resolving it takes quadratic time."""
     try:
         return isinstance(value, str) and len(value) <= MAX_PATH and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:

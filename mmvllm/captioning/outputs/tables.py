@@ -15,10 +15,10 @@ ROWS_PER_GROUP, CHARACTERS_PER_GROUP = 8192, 2**26
 
 
 def write_csv(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
-    """Write a header and a row per record, UTF-8, with lists as JSON; the file is replaced atomically."""
+    """Write a UTF-8 file with a header, a row per record and lists as JSON; the file is replaced atomically."""
     with replacing(path, newline="", synced=True) as file:
         names = [*COLUMNS, *of_captions, *of_objects]
-        table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more
+        table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more field
         table.writeheader()
         table.writerows(_as_row(record, dict.fromkeys(of_objects, str)) for record in records)
 
@@ -40,7 +40,7 @@ def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str
 
 
 def _groups(rows: Iterable[dict]) -> Iterator[list[dict]]:
-    """Rows that are written together: a caption may have millions of characters."""
+    """Yield groups of rows of limited size, because a caption may have millions of characters."""
     group, num_characters = [], 0
     for row in rows:
         group.append(row)
@@ -53,17 +53,17 @@ def _groups(rows: Iterable[dict]) -> Iterator[list[dict]]:
 
 
 def _length(value: Any) -> int:
-    """The characters of a cell that may have many."""
+    """Return the number of characters in a cell; 0 unless it is a text or a list."""
     return len(value) if isinstance(value, str) else sum(map(_length, value)) if isinstance(value, list) else 0
 
 
 def _as_row(record: dict, of_objects: dict[str, Any]) -> dict:
-    """The record with the cells of all columns; the objects' with a list stay lists."""
+    """Return the record with the cells of all columns; lists in columns of kind `TEXTS` stay lists."""
     return with_object_columns(_as_cells(with_caption_columns(record)), of_objects)
 
 
 def _as_cells(record: dict) -> dict:
-    """The record with lists as JSON, but for its object."""
+    """Return the record with lists as JSON, except its object."""
     return {
         name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) and name != OBJECT else value
         for name, value in record.items()
@@ -71,7 +71,7 @@ def _as_cells(record: dict) -> dict:
 
 
 def _as_unicode(record: dict) -> dict:
-    """The record with what is not Unicode escaped: names of files, and half of an emoji in a caption."""
+    """Return the record with surrogates escaped, which file names and cut captions (half of an emoji) may contain."""
     return {_unicode(name): _unicode(value) for name, value in record.items()}
 
 

@@ -1,4 +1,4 @@
-"""Images or clips per second over the duration of a job, as an SVG figure."""
+"""Measures images or clips per second over the duration of a job, and draws them as an SVG figure."""
 
 import math
 from array import array
@@ -46,7 +46,7 @@ UNITS = ((1, "s"), (60, "min"), (3600, "h"))
 
 
 def draw_throughput(curve: Throughput, noun: str = "Images") -> str:
-    """A `<figure>` with the curve as inline SVG."""
+    """Return a `<figure>` with the curve as inline SVG."""
     total_s = curve.bin_s * len(curve.rates)
     unit_s, unit = [each for each in UNITS if each[0] == 1 or total_s > 2 * each[0]][-1]
     top = 1.1 * float(curve.rates.max())
@@ -82,7 +82,7 @@ def draw_throughput(curve: Throughput, noun: str = "Images") -> str:
 
 
 def _ticks(top: float, most: int) -> list[float]:
-    """Round numbers from 0 to `top`."""
+    """Return round numbers from 0 to `top`."""
     power = 10.0 ** math.floor(math.log10(top / most))
     step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step * most >= top)
     return [i * step for i in range(most + 1) if i * step <= top]

@@ -1,4 +1,4 @@
-"""Small WebP images for the report: of an image, and of a few frames of a clip side by side."""
+"""Small WebP images for the report: thumbnails of images, and a few frames of a clip side by side."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ FRAME_GAP = 2  # pixels between frames
 
 
 def thumbnail(loader: ItemLoader, source: Source | None, path: str) -> str | None:
-    """A WebP image in base64; None if the image cannot be read. `path` is its name in the record."""
+    """Return a WebP image in base64; None if the image cannot be read. `path` is its name in the record."""
     if source is None:
         return None
     with suppress(ValueError, WorkersUnusable):
@@ -33,13 +33,13 @@ def thumbnail(loader: ItemLoader, source: Source | None, path: str) -> str | Non
 
 
 def as_webp(image: Image.Image) -> str:
-    """A WebP image in base64."""
+    """Encode an image as WebP in base64."""
     image.save(buffer := io.BytesIO(), "WEBP", quality=60)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 class StripPlan(ClipPlan):
-    """A few frames from `video_start` to `video_end` of its part, small."""
+    """A plan for a few small frames from `video_start` to `video_end` of its content part."""
 
     __slots__ = ()
 
@@ -51,13 +51,13 @@ class StripPlan(ClipPlan):
     def frame_indices(self, info: VideoInfo) -> list[int]:
         start, end, last = self.part["video_start"], self.part["video_end"], info.total_num_frames - 1
         start, end = start * info.fps, last if end is None else min(end * info.fps, last)
-        # In the middle of equal parts, because a clip often begins and ends with a cut.
+        # Frames are in the middle of equal parts, because a clip often begins and ends with a cut.
         places = (start + (end - start) * (i + 0.5) / NUM_FRAMES for i in range(NUM_FRAMES))
         return [min(int(place), last) for place in places]
 
 
 def strip_of_frames(loader: ItemLoader, source: Source | None, start: float, end: float | None) -> str | None:
-    """Frames from `start` to `end`, in seconds, as a WebP image in base64; None if they cannot be read."""
+    """Return frames from `start` to `end` (seconds) as a WebP image in base64; None if they cannot be read."""
     if source is None:
         return None
     with suppress(ValueError, WorkersUnusable):

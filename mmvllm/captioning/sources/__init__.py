@@ -1,1 +1,1 @@
-"""Where images and videos come from: folders, lists, tars, URLs; how they are loaded."""
+"""Finds images and videos in folders, lists, tars and URLs, and loads them."""

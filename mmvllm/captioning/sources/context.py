@@ -1,4 +1,4 @@
-"""Texts beside images, such as the tags that a trainer's folder already has: read as context for the prompt."""
+"""Reads text files beside images, such as the tags in a training folder, as context for the prompt."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def check_suffix(argument: str, suffix: str) -> None:
 
 
 def check_context(suffix: str | None, mode: str) -> None:
-    """Raise ArgumentError if context cannot be read from files with this suffix, or not be used in this mode."""
+    """Raise ArgumentError if context cannot be read from files with this suffix, or if the mode is unknown."""
     if mode not in MODES:
         raise ArgumentError("{context_mode} must be one of {modes}, got {mode!r}", mode=mode, modes=", ".join(MODES))
     if suffix is None:
@@ -40,7 +40,7 @@ def check_context(suffix: str | None, mode: str) -> None:
 
 
 def read_context(item: Item, suffix: str, timeout: float) -> str:
-    """The text in the file with this suffix beside an image; "" without one, or if the image is not a file on disk.
+    """Return the text of the file with this suffix beside an image; "" without one, or if the image is not on disk.
 
     Raises ValueError for a file that cannot be read within `timeout` seconds as UTF-8 text of at most `MAX_BYTES`.
     """
@@ -64,10 +64,10 @@ def read_context(item: Item, suffix: str, timeout: float) -> str:
 
 def _read(path: Path) -> bytes:
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):  # reading from others might block or never end
+    if not stat.S_ISREG(status.st_mode):  # reading another kind of file might block or never end
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe")
     with path.open("rb") as file:
-        data = file.read(MAX_BYTES + 1)  # `st_size` is 0 for files of procfs
+        data = file.read(MAX_BYTES + 1)  # `st_size` is 0 for files in procfs
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has {max(status.st_size, len(data))} bytes, more than {MAX_BYTES}")
     return data

@@ -13,7 +13,7 @@ class Counts(Counter):
         self[name if name in self or len(self) < MAX_NAMES else OTHERS] += 1
 
     def shown(self, most: int) -> list[tuple[str, int]]:
-        """The `most` frequent names with their counts; the rest is added up as "others"."""
+        """Return the `most` frequent names with their counts; the rest is added up as "others"."""
         rows = [row for row in self.most_common() if row[0] != OTHERS]
         rest = self.total() - sum(number for _, number in rows[:most])
         return rows[:most] + ([(OTHERS, rest)] if rest else [])

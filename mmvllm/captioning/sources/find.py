@@ -1,6 +1,6 @@
 """Finds the images and videos that paths, glob patterns, tar shards and lists name, lazily.
 
-None is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
+No image is read here, and no folder or list is held in memory, so a run over millions of images starts at once.
 """
 
 import os
@@ -27,7 +27,7 @@ def find_items(paths: Sequence[str | os.PathLike], ignored: Counts | None = None
     """Find the images and videos in folders, glob patterns, tar shards, lists ("-" is standard input), URLs and files.
 
     Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
-    read is an item with an error. Other files in folders and tars, and hidden ones, are counted in `ignored`.
+    read yields an item with an error. Other files in folders and tars, and hidden ones, are counted in `ignored`.
 
     Raises ValueError, before the search, for a list that cannot be read and for a path that does not exist.
     """
@@ -35,7 +35,7 @@ def find_items(paths: Sequence[str | os.PathLike], ignored: Counts | None = None
     for path in given:
         is_pipe = os.path.exists(path) and not os.path.isfile(
             path
-        )  # a test by opening would close the pipe under its writer
+        )  # opening and closing a pipe as a test would break its writer
         if path != "-" and _kind(path) == "list" and not is_pipe:
             open_list(path).close()
         if _kind(path) == "file" and not is_media_name(path) and not os.path.lexists(path):

@@ -22,12 +22,12 @@ class Item:
         relative: its path below an output folder, separated by '/'; never empty, absolute or with '..'.
         source: what to load: a path, URL, data URI or tar member; None if there is an `error`.
         id, prompt, context: from the entry of a JSONL list.
-        beside: the text of the file beside the image, with `context_from`; `context` takes its place.
+        beside: the text of the `context_from` file beside the image; `context` takes precedence.
         error: why it cannot be loaded.
         is_video: whether it is a video, or a clip of one.
-        start, end: of a clip, in seconds of its video; None is the beginning, or the end, of the video.
-        part: what tells the clips of a video apart in their keys; "" for the first one, or the whole video.
-        joins_retry: whether a retry of failures takes a clip without a record: its video could not be read before.
+        start, end: the range of a clip in seconds of its video; None is the beginning, or the end, of the video.
+        part: text that distinguishes the clips of a video in their keys; "" for the first clip or the whole video.
+        joins_retry: whether `retry_failed` takes this clip even without a record: its video's first clip has failed.
     """
 
     path: str
@@ -46,18 +46,18 @@ class Item:
 
     @property
     def is_clip(self) -> bool:
-        """Whether it is only a part of its video."""
+        """Whether the item is only a part of its video."""
         return self.start is not None or self.end is not None
 
     def read(self) -> Any:
-        """What `load_image` or `load_video` takes; raises ValueError with `error`, or if a tar cannot be read."""
+        """Return the input of `load_image` or `load_video`; raises ValueError for an `error` or an unreadable tar."""
         if self.error is not None:
             raise ValueError(self.error)
         return self.source.read() if isinstance(self.source, TarMember) else self.source
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file or tar member; 0 where they are not known before it is read."""
+        """Size of the file or tar member in bytes; 0 if it is not known before it is read."""
         if isinstance(self.source, TarMember):
             return self.source.size
         try:
@@ -74,10 +74,10 @@ class Item:
 
     @property
     def real_path(self) -> str:
-        """`path`, absolute and without links to folders, so that it is equal however the path was typed.
+        """`path`, absolute and with links to folders resolved, so that it is equal however the path was typed.
 
-        URLs, lines of standard input and items without a source have theirs unchanged. A link to a file keeps its own
-        name: it is a separate image, with its own caption file.
+        It is unchanged for URLs, lines of standard input and items without a source. A link to a file keeps its name,
+        because it is a separate image with a separate caption file.
         """
         if self.source is None:
             return self.path
@@ -87,18 +87,18 @@ class Item:
 
 
 def item_of(messages: list[dict]) -> Item:
-    """The item that the messages of a request are about, which `CaptionSettings.request` puts first."""
+    """Return the item in the messages of a request, where `CaptionSettings.request` puts it first."""
     media = messages[-1]["content"][0]
     return media[media["type"]]
 
 
 def part_of_key(start: float) -> str:
-    """`part` of a clip that is not the first of its video."""
+    """Return the `part` of a clip that is not the first of its video."""
     return f"@{start:.3f}"
 
 
 def real_name(path: str) -> str:
-    """The path with the real path of its folder; URLs, "-:12" (standard input) and impossible paths are unchanged."""
+    """Resolve links in the folder of a path; URLs, "-:12" (standard input) and impossible paths are unchanged."""
     if len(path) > MAX_PATH or _NO_FILE.match(path) or path.startswith("-:"):
         return path
     try:
@@ -109,5 +109,5 @@ def real_name(path: str) -> str:
 
 @lru_cache(maxsize=1024)  # images of a list may alternate between many folders
 def real_folder(path: str, here: str) -> str:
-    """The real path of a folder, seen from the working directory; every run clears the cache."""
+    """Return the real path of a folder, relative to the working directory `here`; every run clears the cache."""
     return os.path.realpath(os.path.join(here, path))

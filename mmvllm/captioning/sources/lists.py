@@ -1,4 +1,4 @@
-"""Reads the images and videos that text and JSONL lists name, line by line."""
+"""Reads text and JSONL lists of images and videos, line by line."""
 
 import dataclasses
 import json
@@ -14,10 +14,10 @@ from mmvllm.utils.text import check_json_size, parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
-MAX_LINE_BYTES = 128 << 20  # more than an image as a data URI has
+MAX_LINE_BYTES = 128 << 20  # more than an image takes as a data URI
 MAX_NAME = 65_536  # characters of a path or a URL
-MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; each record has the first two
-MAX_UNICODE_BYTES = 32 << 20  # of a line that is not ASCII: one such character makes a text take four times its size
+MAX_LENGTHS = {"id": 1024, "prompt": 2**20, "context": 2**20}  # characters; records contain the id and the prompt
+MAX_UNICODE_BYTES = 32 << 20  # of a line with non-ASCII characters: one of them can quadruple the memory of a text
 NOT_ASCII = "is a data URI with characters that are not ASCII"
 MAX_LINE_VALUES = 100_000  # as `check_json_size` counts them
 _STRING, _SECONDS = ("a string", (str,)), ("a number of seconds", (int, float))
@@ -46,14 +46,14 @@ def in_list(path: str) -> Iterator[Item]:
             line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
             if is_long:
                 yield _failed(line, f"has more than {MAX_LINE_BYTES >> 20} MiB")
-            elif b"\0" in text:  # as in a sparse file, whose lines would take gigabytes of memory
+            elif b"\0" in text:  # for example in a sparse file, whose lines would take gigabytes of memory
                 yield _failed(line, "has a NUL character")
             elif text.strip():
                 yield item(line)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a list; of one that is too long, which may have no end, the beginning."""
+    """Yield the lines of a list; a line that is too long, and may never end, is cut off."""
     while text := file.readline(MAX_LINE_BYTES + 1):
         yield text
         while len(text) > MAX_LINE_BYTES and not text.endswith(b"\n"):
@@ -81,7 +81,7 @@ def _text_item(line: _Line) -> Item:
     if is_data and not is_ascii:
         return _failed(line, NOT_ASCII)
     if not is_data and len(line.text) > 4 * MAX_NAME:
-        return _failed(line, f"is no path or URL: it has {len(line.text)} bytes")
+        return _failed(line, f"is not a path or URL: it has {len(line.text)} bytes")
     try:
         name = os.fsdecode(line.text)
         return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
@@ -113,7 +113,7 @@ def _json_item(line: _Line) -> Item:
 
 
 def _problem(record: dict) -> str | None:
-    """What is wrong with an object of a list; keys whose value is null are removed."""
+    """Return what is wrong with an entry of a list, or None; removes keys whose value is null."""
     for key in [key for key, value in record.items() if value is None]:
         del record[key]
     if "image" in record and "video" in record:
@@ -144,11 +144,11 @@ def _has_type(value: Any, types: tuple[type, ...]) -> bool:
 
 
 def _listed(name: str, line: _Line, *own: str | None) -> Item:
-    """The item for a line with this name; a path is tried below the list's folder first."""
+    """Return the item for the path, URL or data URI in a line; a path is first tried below the list's folder."""
     if name[:5].lower() == "data:":
         return Item(line.name, line.relative, name, *own) if name.isascii() else _failed(line, NOT_ASCII, *own)
     if len(name) > MAX_NAME:
-        return _failed(line, f"is no path or URL: it has {len(name)} characters", *own)
+        return _failed(line, f"is not a path or URL: it has {len(name)} characters", *own)
     if URL.match(name):
         return Item(name, relative_of_url(name), name, *own)
     near = os.path.join(line.folder, name)

@@ -1,8 +1,8 @@
-"""How the images and videos of a job are loaded: within limits of time, and videos within a limit of memory, too.
+"""Loads the images and videos of a job within limits of time and memory.
 
-Images are decoded in threads, but for those that may take far more memory or time than their size suggests. These, and
-videos, of which a few bytes can make FFmpeg allocate gigabytes before the size is known, are decoded in worker
-processes, which have limits.
+Most images are decoded in threads. Worker processes with memory limits decode videos, and images that may take far more
+memory or time than their size suggests: a few bytes of a video can make FFmpeg allocate gigabytes before its size is
+known.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ from mmvllm.utils.time_limit import TimeLimit
 
 T = TypeVar("T")
 
-# Encoded images that are read at once, in threads: files may be as large as `processors.images.load.MAX_FILE_BYTES`.
+# Memory for encoded images in threads; a file may be as large as `processors.images.load.MAX_FILE_BYTES`.
 ENCODED = DecodeBudget(1024 * MiB)
-# Larger files are decoded in a process that can be killed: a thread that takes too long keeps what it has read.
+# Larger files are decoded in a process, which can be killed: a thread that takes too long keeps its data in memory.
 MAX_THREAD_BYTES = 64 * MiB
 
 
@@ -48,12 +48,12 @@ class Loader(Protocol):
 
 
 class ItemLoader:
-    """The loader of a process that decodes for a job; `close` ends its worker processes.
+    """Loads items in threads of this process and in worker processes, which `close` ends.
 
     Args:
-        timeouts: for what takes too long; a thread is then left behind, a process is killed.
-        num_workers: maximum number of worker processes, each of which is started when a video, or an image that needs
-            limits, is loaded.
+        timeouts: limits after which a thread is abandoned, or a process is killed.
+        num_workers: maximum number of worker processes; they are started when a video, or an image that needs limits,
+            is loaded.
     """
 
     def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
@@ -61,11 +61,11 @@ class ItemLoader:
         self._pool = WorkerPool(num_workers or NUM_WORKERS, import_video_decoders, reserve=VIDEO_DECODING.reserve)
 
     def close(self) -> None:
-        """End the processes at once."""
+        """End the worker processes at once."""
         self._pool.close()
 
     def image(self, item: Item, draft: Draft | None = None) -> Image:
-        """The image of an item; raises ValueError."""
+        """Load the image of an item; raises ValueError."""
 
         def load(limit: TimeLimit) -> Image:
             num_bytes, reserve = item.num_bytes, outside(limit, DECODING.reserve)
@@ -77,20 +77,20 @@ class ItemLoader:
         try:
             return self.timeouts.load(item, load)
         except _NeedsLimits:
-            pass  # goes on below, where the encoded image that the error's frames hold is gone; a URL is fetched again
+            pass  # continues below, where the error no longer holds the encoded image; a URL is downloaded again
         return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
-        """The frames that the plan takes; raises ValueError."""
+        """Load the frames that the plan selects; raises ValueError."""
         return run_for(item, self.timeouts, self._pool, load_clip, item, plan)
 
     def info(self, item: Item) -> VideoInfo:
-        """What is known of a video before its frames are decoded; raises ValueError."""
+        """Read the size, frame rate and number of frames of a video; raises ValueError."""
         return run_for(item, self.timeouts, self._pool, _load_info, item)
 
 
 class _NeedsLimits(Exception):
-    """A process with limits must decode an image."""
+    """Raised for an image that a process with limits must decode."""
 
 
 def _check_thread_may_decode(data: bytes) -> None:
@@ -99,21 +99,21 @@ def _check_thread_may_decode(data: bytes) -> None:
 
 
 class LoaderInWorker:
-    """The loader of a worker process, which its parent kills for what takes too long."""
+    """The loader inside a worker process, which the parent process kills if loading takes too long."""
 
     def image(self, item: Item, draft: Draft | None = None) -> Image:
-        """The image of an item; raises ValueError."""
+        """Load the image of an item; raises ValueError."""
         return load_limited_image(item, draft)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
-        """The frames that the plan takes; raises ValueError."""
+        """Load the frames that the plan selects; raises ValueError."""
         return load_clip(item, plan)
 
 
 def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[..., T], *args: Any) -> T:
-    """The result of `task(*args)` in a process, at the second attempt if the first one ends its process.
+    """Run `task(*args)` in a worker process and return its result; retry once if the process dies.
 
-    Raises RequestError if both do, or if it takes longer than an item may.
+    Raises RequestError if the second process dies too, or if the task exceeds the item's time limit.
     """
     run = partial(pool.run, task, *args, timeout=timeouts.seconds_for(item))
     try:
@@ -127,35 +127,35 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
         raise timeouts.exceeded(item) from None
 
 
-# What follows runs in the worker processes.
+# The functions below run in worker processes.
 
 
 def load_limited_image(item: Item, draft: Draft | None) -> Image:
-    """The image of an item, within the limit of memory; raises ValueError."""
+    """Load the image of an item within the memory limit; raises ValueError."""
     return _limited(
         lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item, item.num_bytes
     )
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:
-    """The frames that the plan takes of a video, within the limit of memory; raises ValueError."""
+    """Load the frames that the plan selects from a video, within the memory limit; raises ValueError."""
     return _limited(lambda source, reserve: load_video(source, plan, reserve=reserve), item, _num_bytes_held(item))
 
 
 def _load_info(item: Item) -> VideoInfo:
-    # Clips are made of all of its time, so that two frames that are years apart would be millions.
+    # Frames are counted, because two frames that are years apart would otherwise be split into millions of clips.
     return _limited(
         lambda source, reserve: load_video_info(source, reserve=reserve, counts=True), item, _num_bytes_held(item)
     )
 
 
 def _num_bytes_held(video: Item) -> int:
-    """A tar's member is read whole, a file piece by piece."""
+    """Return the encoded bytes held in memory: a tar member is read whole, a file piece by piece."""
     return video.num_bytes if isinstance(video.source, TarMember) else 0
 
 
 def _limited(load: Callable[[Any, Reserve], T], item: Item, num_bytes: int) -> T:
-    """Load the item's source, of which `num_bytes` are in memory beside what each reservation is for."""
+    """Load the item's source; each reservation also includes the `num_bytes` of encoded data in memory."""
 
     def reserve(more: int) -> AbstractContextManager[None]:
         return reserve_in_parent(num_bytes + more)
@@ -165,4 +165,4 @@ def _limited(load: Callable[[Any, Reserve], T], item: Item, num_bytes: int) -> T
             return load(item.read(), reserve)
     except MemoryError:
         pass
-    raise RequestError("takes too much memory to decode; shrink it")  # here, where the error above is gone
+    raise RequestError("takes too much memory to decode; shrink it")  # here, where the MemoryError is released

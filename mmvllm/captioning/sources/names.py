@@ -4,37 +4,37 @@ import os
 import re
 from pathlib import PurePath
 
-# Common image formats that Pillow reads; AVIF since Pillow 11.3, HEIC and HEIF with the extra `heif`, which a failed
-# image names where it is missing.
+# Common image formats that Pillow reads. AVIF needs Pillow 11.3; HEIC and HEIF need the extra `heif`, which the error
+# of such an image names if it is missing.
 _FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
 # Pillow's names of these formats.
 FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
 VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
-ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # those that may have many frames
-MAX_PATH = 4096  # characters, more than systems allow; what is longer is no file
+ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # may have several frames
+MAX_PATH = 4096  # characters; a longer text is not a path on any system
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
 _ON_WINDOWS = os.name == "nt"
-_ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # in names on Windows
+_ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # not allowed in names on Windows
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)  # Windows writes such names to a device
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
 def is_media_name(name: str) -> bool:
-    """Whether a file with this name is taken for an image or a video."""
+    """Return whether a file with this name is treated as an image or a video."""
     return _suffix(name) in SUFFIXES or is_video_name(name)
 
 
 def is_video_name(name: str) -> bool:
-    """Whether a file with this name, or what is at this URL or in this data URI, is taken for a video."""
+    """Return whether this file name, URL or data URI is treated as a video."""
     if name[:5].lower() == "data:":
         return name[5:11].lower() == "video/"
     return _suffix(_path_of(name)) in VIDEO_SUFFIXES
 
 
 def is_animation_name(name: str) -> bool:
-    """Whether an image with this name may have several frames."""
+    """Return whether an image with this name may have several frames."""
     return _suffix(_path_of(name)) in ANIMATION_SUFFIXES
 
 
@@ -48,7 +48,7 @@ def _path_of(name: str) -> str:
 
 
 def kind_of_file(name: str) -> str:
-    """How a file that is neither image nor video is counted: by its suffix, if it has one that is short."""
+    """Return the name under which a file that is neither image nor video is counted: its suffix, if that is short."""
     suffix = _suffix(name)
     if not suffix:
         return "without a suffix"
@@ -56,9 +56,9 @@ def kind_of_file(name: str) -> str:
 
 
 def relative_path(*paths: str) -> str:
-    """The paths joined, without roots, '..' and NUL, so that the result stays inside a folder.
+    """Join paths without roots, '..' and NUL, so that the result stays inside a folder.
 
-    On Windows, what it does not allow in names is replaced.
+    On Windows, characters that names must not contain are replaced.
     """
     pures = [PurePath(path.replace("\0", "")) for path in paths]
     names = [name for pure in pures for name in pure.parts[bool(pure.anchor) :] if name != ".."]

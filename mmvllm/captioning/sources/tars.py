@@ -13,19 +13,20 @@ from mmvllm.captioning.sources.names import MAX_PATH, is_media_name, is_video_na
 from mmvllm.processors.images.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
-EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))  # of the next member, or of all
-MAX_EXTENDED = 256 * 1024  # bytes; names have a few thousand
+# Types of extended headers, which describe the next member or all members.
+EXTENDED = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, *(b"x", b"g", b"X"))
+MAX_EXTENDED = 256 * 1024  # bytes; names take a few thousand
 MAX_SPARSE_BLOCKS = 1000  # of 512 bytes, with 21 entries each
-# tarfile searches headers in a time that grows with the square of a run of digits. Names have at most 255 bytes.
+# A run of digits makes tarfile's search of a header take quadratic time. Names have at most 255 bytes.
 _LONG_DIGITS = re.compile(rb"\d{256}")
-MAX_VALUES = 1000  # of a pax header and of those for all members, which tarfile copies to each
+MAX_VALUES = 1000  # of a pax header and of the global ones, which tarfile copies to each member
 _PACKED_STARTS = (b"\x1f\x8b", b"\xfd7zXZ", b"(\xb5/\xfd", b"\x04\x22\x4d\x18")
 
 
 class _Header(tarfile.TarInfo):
-    """A header; those with long names and attributes of the next one, which are read whole, are limited.
+    """A tar header; extended headers, which tarfile reads into memory as a whole, are limited in size.
 
-    The lists of sparse files, which are skipped, are limited or not read.
+    Sparse files are skipped, so their block lists are limited or not read.
     """
 
     @classmethod
@@ -62,8 +63,9 @@ class _Header(tarfile.TarInfo):
 
 
 def _check_pax(header: bytes) -> int:
-    """The number of records; raises ReadError for those that overlap, of which tarfile would keep each, and for long
-    runs of digits.
+    """Return the number of records; raises ReadError for long runs of digits and for overlapping records.
+
+    tarfile would keep a copy of each overlapping record.
     """
     if _LONG_DIGITS.search(header):
         raise tarfile.ReadError("a pax header has more than 255 digits in a row")
@@ -87,7 +89,7 @@ class TarMember:
     kind: str = "image"
 
     def read(self) -> bytes:
-        """Read the file; thread-safe. Raises ValueError if it is too large or cannot be read any more."""
+        """Read the file; thread-safe. Raises ValueError if it is too large or can no longer be read."""
         if self.size > MAX_FILE_BYTES:
             raise ValueError(
                 f"{self.tar}: the {self.kind} in it has {self.size} bytes, more than {MAX_FILE_BYTES}; shrink it first"
@@ -109,12 +111,12 @@ Source = str | TarMember  # a path, or a file in a tar
 def tar_members(
     path: str | os.PathLike, on_other: Callable[[str], None] = lambda name: None
 ) -> Iterator[tuple[str, TarMember | None]]:
-    """Find images and videos in an uncompressed tar by name, lazily; a link to another member has no position: None.
+    """Yield the name and position of each image and video in an uncompressed tar; a link has the position None.
 
     `on_other` is called with the name of each other file, and of each hidden one.
 
-    Raises ValueError if the tar cannot be opened, is compressed, or is damaged; then the members before the damage are
-    found first.
+    Raises ValueError if the tar cannot be opened, is compressed, or is damaged; the members before the damage are
+    yielded first.
     """
     tar = os.fsdecode(path)
     try:
@@ -141,8 +143,8 @@ def _headers(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
             while (header := tar.next()) is not None:
                 if any(name.startswith("GNU.sparse.") for name in tar.pax_headers):
-                    raise tarfile.ReadError("it says of all members that they are sparse; write it without --sparse")
-                header.name = header.name.partition("\0")[0]  # where names in other kinds of headers end
+                    raise tarfile.ReadError("its global header marks all members as sparse; write it without --sparse")
+                header.name = header.name.partition("\0")[0]  # names in other kinds of headers end there
                 if len(header.name) > MAX_PATH:
                     raise tarfile.ReadError(f"a name has {len(header.name)} characters, more than {MAX_PATH}")
                 tar.members.clear()  # tarfile would keep every header
@@ -162,11 +164,11 @@ def _is_plain(header: tarfile.TarInfo) -> bool:
 
 
 def _open_regular(path: str) -> BinaryIO:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # reading from others might block or never end
+    if not stat.S_ISREG(os.stat(path).st_mode):  # reading another kind of file might block or never end
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe")
     return open(path, "rb")
 
 
 def is_hidden(member: str) -> bool:
-    """Whether the member or a folder above it is hidden; './' and '../' are not."""
+    """Return whether the member or a folder above it is hidden; './' and '../' are not."""
     return any(name.startswith(".") and name not in (".", "..") for name in member.split("/"))

@@ -1,4 +1,4 @@
-"""How long loading an image or a video of a job may take, so that no file keeps the others waiting."""
+"""Time limits for loading images and videos, so that no file keeps the others waiting."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def check_seconds(name: str, value: float) -> None:
-    """Raise ArgumentError for a time limit that is no number of seconds; `name` is that of its option."""
+    """Raise ArgumentError if `value`, the time limit of the option `name`, is not a valid number of seconds."""
     if not is_number(value) or not 0 < value < MAX_SECONDS:
         raise ArgumentError(
             f"{{{name}}} must be a number of seconds above 0 and below {MAX_SECONDS:,.0f}, got {value!r}"
@@ -25,9 +25,9 @@ def check_seconds(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds in which an image, or the frames of a video, must be downloaded or read, and decoded.
+    """Seconds allowed for reading (or downloading) and decoding an image, or the frames of a video.
 
-    The wait for memory that others are decoded in does not count.
+    Waiting for decoding memory that other items hold does not count.
     """
 
     image: float = 120.0
@@ -38,11 +38,11 @@ class Timeouts:
         check_seconds("video_timeout", self.video)
 
     def seconds_for(self, item: Item) -> float:
-        """The limit of one item."""
+        """Return the limit for an item."""
         return self.video if item.is_video else self.image
 
     def load(self, item: Item, load: Callable[[TimeLimit], T]) -> T:
-        """What `load` returns or raises; RequestError if it takes too long: its thread is then left behind."""
+        """Return the result of `load`, called in a thread; if it takes too long, abandon it and raise RequestError."""
         limit = TimeLimit(self.seconds_for(item))
         try:
             return limit.run(partial(load, limit))
@@ -50,7 +50,7 @@ class Timeouts:
             raise self.exceeded(item) from None
 
     def exceeded(self, item: Item) -> RequestError:
-        """The error of an item that took too long."""
+        """Return the error for an item that took too long."""
         kind = "video" if item.is_video else "image"
         return RequestError(
             f"took longer than {self.seconds_for(item):g} s to load; shrink or re-encode it, or raise {kind}_timeout"
@@ -61,11 +61,11 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 
 def outside(limit: TimeLimit, reserve: Reserve) -> Reserve:
-    """The function, whose wait for memory does not count; memory of what takes too long is free for others at once."""
+    """Wrap `reserve` to stop the clock while it waits for memory, and to free that memory when the time is over."""
 
     @contextmanager
     def reserve_outside(num_bytes: int) -> Iterator[None]:
-        limit.check()  # a thread that was left behind takes none
+        limit.check()  # an abandoned thread must not reserve memory
         reserved = ExitStack()
         with limit.stopped_clock():
             reserved.enter_context(reserve(num_bytes))

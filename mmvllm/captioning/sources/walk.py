@@ -40,18 +40,18 @@ def _entries(path: str) -> Generator[os.DirEntry, None, None]:
     with os.scandir(path or ".") as entries:
         while chunk := sorted(islice(entries, CHUNK), key=attrgetter("name")):
             if len(chunk) < CHUNK:
-                entries.close()  # before the entries are used, which may take hours
+                entries.close()  # closed before the entries are used, which may take hours
             yield from chunk
 
 
 class Walk:
-    """Walks a folder depth first; links to a folder above, and links to a folder in `followed`, are not followed.
+    """A walk through a folder, depth first. Links to a folder above or to one in `followed` are not followed.
 
-    Ignored files are counted in `ignored`; with a pattern, only files that match it.
+    Ignored files are counted in `ignored`; with a pattern, only if they match it.
     """
 
     def __init__(self, root: str, relative: str, pattern: Pattern, followed: set[tuple], ignored: Counts):
-        self.has_match = False  # or a folder that cannot be read
+        self.has_match = False  # true also for a folder that cannot be read
         self._above = {_identity(parent) for parent in Path(os.path.realpath(root)).parents}
         self._followed, self._ignored = followed, ignored
         self._stack = [_Folder(root, relative, pattern, _identity(root), _entries(root))]
@@ -147,7 +147,7 @@ def match_pattern(path: str, followed: set[tuple], ignored: Counts) -> Iterator[
 
 
 def _advance(pattern: Pattern, name: str) -> Pattern:
-    """The pattern for what is below `name`; a hidden name is only matched by a pattern that begins with a dot."""
+    """Return the pattern for entries below `name`; only a pattern that begins with a dot matches a hidden name."""
     is_hidden = name.startswith(".")
     after = set()
     for rest in pattern:

@@ -1,8 +1,8 @@
-// The list of conversations, which are kept in the browser's storage. gradio calls this with `element`, `props`,
-// `trigger`, `upload` and `watch`; the server's record of the conversation is the component's value.
+// The list of conversations, which the browser's storage keeps. Gradio runs this script with `element`, `props`,
+// `trigger`, `upload` and `watch`; the component's value is the server's record of the conversation.
 const KEY = "mmvllm.conversation.", CURRENT = "mmvllm.current";
 const MOST = 20, MOST_CHARS = 4_000_000; // of all conversations; browsers allow about 5 million
-const MOST_BYTES = 100_000, LONGEST_SIDE = 640; // of a copy of an image; larger ones are reduced
+const MOST_BYTES = 100_000, LONGEST_SIDE = 640; // of an image's copy; larger images are scaled down
 const list = element.querySelector("ul");
 
 const keys = () => Object.keys(localStorage).filter((key) => key.startsWith(KEY));
@@ -48,7 +48,7 @@ async function copyOf(path) {
   return canvas.toDataURL("image/jpeg", 0.85);
 }
 
-// Writes a conversation; the oldest others, and at last its copies of images and frames of videos, make room for it.
+// Stores a conversation. To make room, it deletes the oldest others, then this one's image copies and video frames.
 function write(id, conversation) {
   for (const old of all().filter((one) => one.id !== id).slice(MOST - 1)) forget(old.id);
   for (;;) {
@@ -89,7 +89,7 @@ function open(id) {
   trigger("restore", { turns: kept.turns });
 }
 
-// The server has removed these files; it is sent the copies. Of videos there are none.
+// Uploads the copies of files that the server has removed. Videos have no copies.
 async function sendCopies(missing) {
   const id = current(), kept = read(id);
   if (!kept) return;
@@ -141,7 +141,7 @@ function json({ saved, turns, copies, strips }) {
 
 const ACTIONS = {
   new() {
-    sessionStorage.removeItem(CURRENT); // so that it is kept
+    sessionStorage.removeItem(CURRENT); // else the empty record would delete it
     trigger("fresh");
   },
   markdown: (kept) => kept && download("md", "text/markdown", markdown(kept)),
@@ -193,6 +193,6 @@ watch("value", () => {
   window.mmvllmBoxes(boxes);
   saving = saving.then(() => (missing.length ? sendCopies(missing) : keep(turns, strips))).then(show, console.warn);
 });
-window.addEventListener("storage", show); // of another tab
+window.addEventListener("storage", show); // changes by another tab
 window.mmvllmResume = () => current() && open(current());
 show();

@@ -1,12 +1,12 @@
 // Additions to gradio's page: files dropped or pasted anywhere, a photo on phones, enlarged images, frames of videos that
-// the browser cannot play, questions as they were typed, keys while a question is edited, and names of buttons for screen
+// the browser cannot play, questions as they were typed, keys for editing a question, and names of buttons for screen
 // readers.
 (() => {
   const nameOf = (url) => decodeURIComponent(url.split("/").pop());
   const isFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
   const inBox = (event) => event.target instanceof Element && event.target.closest("#box");
 
-  // Gradio's message box takes dropped files, and says which of them it does not accept.
+  // Drops files into gradio's message box, which reports the files that it does not accept.
   function addFiles(files) {
     const dataTransfer = new DataTransfer();
     for (const file of files) dataTransfer.items.add(file);
@@ -31,7 +31,7 @@
     if (files.length && !inBox(event)) addFiles(files);
   });
 
-  // Phones open their camera application; computers show the picture of their camera on the page.
+  // Phones open their camera application; computers show the camera's view on the page.
   window.mmvllmTakePhoto = () => {
     if (!matchMedia("(pointer: coarse)").matches) return void document.body.classList.toggle("with-camera");
     const input = Object.assign(document.createElement("input"), { type: "file", accept: "image/*" });
@@ -55,8 +55,8 @@
     dialog.showModal(); // Escape closes it, and the focus returns to the image
   }
 
-  // The record of the conversation has boxes and points in pixels of images, by their paths. An SVG of the image's
-  // proportions is fitted into the image's element as the image itself is (object-fit: contain).
+  // The record of the conversation has boxes and points by image path, in image pixels. An SVG with the image's
+  // proportions fits into the image's element like the image itself (object-fit: contain).
   let boxes = {};
   const boxesOf = (src) => Object.entries(boxes).find(([path]) => decodeURIComponent(src).endsWith(path))?.[1];
   const svg = (name, attributes, text) => {
@@ -66,7 +66,7 @@
     return element;
   };
   function drawing(image, { width, height, boxes }) {
-    const pixel = Math.max(width / (image.clientWidth || 128), height / (image.clientHeight || 128)); // of the screen
+    const pixel = Math.max(width / (image.clientWidth || 128), height / (image.clientHeight || 128)); // per CSS pixel
     const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "boxes" });
     for (const { box, point, label } of boxes) {
       const [x1, y1, x2, y2] = box ?? [...point, ...point];
@@ -101,7 +101,7 @@
 
   // The record of the conversation has a few frames of each video, by its path.
   let strips = {};
-  const cannotPlay = (video) => video.error || (video.readyState > 0 && !video.videoWidth); // perhaps only its sound
+  const cannotPlay = (video) => video.error || (video.readyState > 0 && !video.videoWidth); // or it plays only the sound
   const stripOf = (video) => Object.entries(strips).find(([path]) => decodeURIComponent(video.src).endsWith(path))?.[1];
   function showFrames(video) {
     const message = video.closest("[data-testid=user]"), strip = stripOf(video);
@@ -131,7 +131,7 @@
     "keydown",
     (event) => {
       if (!event.target.matches?.("#chat textarea") || event.shiftKey) return;
-      if (event.isComposing || event.keyCode === 229) return; // the key is an input method's; Safari says only the latter
+      if (event.isComposing || event.keyCode === 229) return; // an input method handles the key; Safari sets only keyCode
       const label = { Enter: "Submit", Escape: "Cancel" }[event.key];
       if (!label) return;
       event.preventDefault();
@@ -141,7 +141,7 @@
     true,
   );
 
-  // Gradio renders Markdown in questions too; its label of the message has the text that was typed.
+  // Gradio renders Markdown in questions too; the message's label has the text as it was typed.
   const SAID = "user's message: ";
   function showAsTyped(message) {
     const label = message.getAttribute("aria-label") ?? "";

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids, vision_fields
 
-MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
+MROPE_SECTION = (16, 24, 24)  # default for configs that leave it out
 
 # Defaults of transformers' Qwen2_5_VLVisionConfig, because published configs rely on them.
 VISION_DEFAULTS = {
@@ -27,12 +27,12 @@ VISION_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25VLVisionConfig(VisionConfig):
-    """A ViT with window attention.
+    """The config of a ViT with window attention.
 
     Args:
-        tokens_per_second: of a video, on the time axis of M-RoPE.
-        window_size: pixels of a window's side.
-        fullatt_block_indexes: the blocks whose patches attend to their whole frame.
+        tokens_per_second: positions per second of video on the time axis of M-RoPE.
+        window_size: side of a window in pixels.
+        fullatt_block_indexes: blocks whose patches attend to their whole frame.
     """
 
     tokens_per_second: int
@@ -51,7 +51,7 @@ class Qwen25VLVisionConfig(VisionConfig):
 
     @property
     def window_rows(self) -> int:
-        """Merged tokens along a window's side."""
+        """Number of merged tokens along a window's side."""
         return self.window_size // self.spatial_merge_size // self.patch_size
 
 

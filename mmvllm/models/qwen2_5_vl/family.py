@@ -1,4 +1,4 @@
-"""Qwen2.5-VL as the rest of mmvllm sees it."""
+"""The Qwen2.5-VL model family."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from mmvllm.models.vision_language import QwenVLFamily
 
 
 class Qwen25VLFamily(QwenVLFamily):
-    """Checkpoints of arXiv 2502.13923."""
+    """Qwen2.5-VL checkpoints (arXiv 2502.13923)."""
 
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
     vision_transformer = Qwen25VLVisionTransformer

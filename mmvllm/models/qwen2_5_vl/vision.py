@@ -1,7 +1,7 @@
 """The Qwen2.5-VL vision transformer (arXiv 2502.13923): window attention in most blocks, RMSNorm and SwiGLU.
 
-Merged tokens, each merge_size x merge_size patches, are reordered window by window before the first block, so that a
-window is a run of patches, and their rows are put back after the merger.
+Before the first block, merged tokens (merge_size x merge_size patches each) are reordered window by window, which makes
+each window a contiguous run of patches. After the merger, the original order is restored.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Norm = partial(RMSNorm, eps=1e-6)
 
 
 class Qwen25VLVisionTransformer(nn.Module):
-    """All images of a step in one call; `fullatt_block_indexes` name the blocks without windows."""
+    """Encodes all images of a step in one call; the blocks in `fullatt_block_indexes` have no windows."""
 
     def __init__(self, config: Qwen25VLVisionConfig, backend: type[AttentionBackend]):
         super().__init__()
@@ -35,7 +35,7 @@ class Qwen25VLVisionTransformer(nn.Module):
         self.merger = PatchMerger(config, Norm)
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
-        """Positions (2, P) and patches (P,) by windows, where each merged token is then (M,); frames and windows."""
+        """Return positions (2, P), patches in window order (P,), the inverse order (M,); segments: frames, windows."""
         c, merge_size = self.config, self.config.spatial_merge_size
         order, window_lens = window_order(grids, merge_size, c.window_rows)
         patch_order = (order[:, None] * merge_size**2 + torch.arange(merge_size**2)).flatten()
@@ -44,10 +44,10 @@ class Qwen25VLVisionTransformer(nn.Module):
         return PatchLayout((positions, patch_order, order.argsort()), (frames(grids), windows))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, C)."""
+        """Encode packed, normalized patches (P, patch_dim) as embeddings (M, C)."""
         c, (positions, patch_order, places), (whole, windows) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)
-        adapters = layout.adapters(patches)  # all the same, so the order does not matter
+        adapters = layout.adapters(patches)  # all patches use one adapter, so their order does not matter
         x, residual = self.patch_embed(patches, adapters)[patch_order], None  # (P, embed_dim)
         for i, block in enumerate(self.blocks):
             segments = whole if i in c.fullatt_block_indexes else windows
@@ -56,7 +56,7 @@ class Qwen25VLVisionTransformer(nn.Module):
 
 
 def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tuple[Tensor, list[int]]:
-    """The merged tokens of all images (M,), window by window, and the number of patches in each window."""
+    """Return the merged tokens of all images (M,), window by window, and the number of patches in each window."""
     orders, lens, first = [], [], 0
     for grid in grids:
         order, windows = _order_of_image(grid, merge_size, window_rows)
@@ -68,7 +68,7 @@ def window_order(grids: Sequence[Grid], merge_size: int, window_rows: int) -> tu
 
 @lru_cache(maxsize=256)
 def _order_of_image(grid: Grid, merge_size: int, window_rows: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Windows go row by row within a frame, tokens row by row within a window; those at the edges may be smaller."""
+    """Order windows row by row in a frame, and tokens row by row in a window; windows at the edges may be smaller."""
     t, rows, columns = grid[0], grid[1] // merge_size, grid[2] // merge_size
     frame = torch.arange(rows * columns).view(rows, columns)
     windows = [window.flatten() for band in frame.split(window_rows) for window in band.split(window_rows, dim=1)]

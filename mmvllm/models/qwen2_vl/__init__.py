@@ -1,4 +1,4 @@
-"""Qwen2-VL, and the text-only Qwen2 that is its decoder alone."""
+"""Qwen2-VL, and text-only Qwen2, which is its decoder."""
 
 from mmvllm.models.qwen2_vl.family import FAMILY
 

@@ -4,7 +4,7 @@ from mmvllm.config import ModelConfig, VisionConfig
 from mmvllm.models.hf_config import decoder_fields, special_token_ids, vision_fields
 
 TEXT_ONLY = "Qwen2ForCausalLM"
-MROPE_SECTION = (16, 24, 24)  # of configs that leave it out
+MROPE_SECTION = (16, 24, 24)  # default for configs that leave it out
 
 # Defaults of transformers' Qwen2VLVisionConfig, because published configs rely on them.
 VISION_DEFAULTS = {

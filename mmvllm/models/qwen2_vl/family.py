@@ -1,4 +1,4 @@
-"""Qwen2-VL as the rest of mmvllm sees it."""
+"""The Qwen2-VL model family."""
 
 from mmvllm.grounding import BoxFormat
 from mmvllm.models.qwen2_vl.config import TEXT_ONLY, parse_config
@@ -7,7 +7,7 @@ from mmvllm.models.vision_language import QwenVLFamily
 
 
 class Qwen2VLFamily(QwenVLFamily):
-    """Checkpoints of arXiv 2409.12191, and text-only Qwen2."""
+    """Qwen2-VL checkpoints (arXiv 2409.12191) and text-only Qwen2."""
 
     architectures = ("Qwen2VLForConditionalGeneration", TEXT_ONLY)
     vision_transformer = Qwen2VLVisionTransformer

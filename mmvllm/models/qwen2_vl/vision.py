@@ -1,4 +1,4 @@
-"""The Qwen2-VL vision transformer (arXiv 2409.12191): packed patches of many images -> one row per merged token."""
+"""The Qwen2-VL vision transformer (arXiv 2409.12191), from packed patches of many images to merged embeddings."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from mmvllm.models.vision import PatchEmbed, PatchLayout, PatchMerger, VisionBlo
 
 
 class Qwen2VLVisionTransformer(nn.Module):
-    """All images of a step in one call."""
+    """Encodes all images of a step in one call."""
 
     def __init__(self, config: VisionConfig, backend: type[AttentionBackend]):
         super().__init__()
@@ -25,11 +25,11 @@ class Qwen2VLVisionTransformer(nn.Module):
         self.merger = PatchMerger(config, LayerNorm)
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
-        """Positions (2, P), and frames."""
+        """Return positions (2, P); the segments are frames."""
         return PatchLayout((vision_positions(grids, self.config.spatial_merge_size),), (frames(grids),))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, C)."""
+        """Encode packed, normalized patches (P, patch_dim) as embeddings (M, C)."""
         (positions,), (segments,) = layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, self.config.head_dim)
         adapters = layout.adapters(patches)

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and as a mixture of experts, and the text-only Qwen3 that is its dense decoder alone."""
+"""Qwen3-VL, dense and as a mixture of experts, and text-only Qwen3, which is its dense decoder."""
 
 from mmvllm.models.qwen3_vl.family import FAMILY
 

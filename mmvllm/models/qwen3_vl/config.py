@@ -8,8 +8,8 @@ from mmvllm.models.hf_config import decoder_fields, integers, special_token_ids,
 from mmvllm.utils.arguments import check_int
 
 DENSE, SPARSE, TEXT_ONLY = "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3ForCausalLM"
-MROPE_SECTION = (24, 20, 20)  # of configs that leave it out
-HEAD_DIM = 128  # of dense configs that leave it out
+MROPE_SECTION = (24, 20, 20)  # default for configs that leave it out
+HEAD_DIM = 128  # default for dense configs that leave it out
 
 # Defaults of transformers' Qwen3VLVisionConfig, for configs that leave them out.
 VISION_DEFAULTS = {
@@ -32,12 +32,12 @@ EXPERTS_DEFAULTS = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermedia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VLVisionConfig(VisionConfig):
-    """A ViT with learned positions and DeepStack (arXiv 2406.04334).
+    """The config of a ViT with learned positions and DeepStack (arXiv 2406.04334).
 
     Args:
-        num_position_embeddings: learned positions, of a square grid.
-        deepstack_visual_indexes: blocks whose merged outputs are added to hidden states of the decoder
-            (DeepStack): the output of the i-th block in this list after the decoder's i-th layer.
+        num_position_embeddings: number of learned positions, which form a square grid.
+        deepstack_visual_indexes: blocks whose merged outputs are added to hidden states of the decoder: the output of
+            the i-th block in this list after the decoder's i-th layer.
     """
 
     num_position_embeddings: int
@@ -62,7 +62,7 @@ def parse_config(architecture: str, raw: dict, generation: dict) -> ModelConfig:
     if text_config(raw).get("attention_bias"):
         raise ValueError("asks for attention_bias, which is not supported")
     decoder = decoder_fields(raw, generation) | {"qkv_bias": False, "qk_norm": True}
-    # Text configs may say the opposite, because their class has another default; transformers ignores them.
+    # Text configs may contradict it, because their class has another default; transformers ignores their value.
     decoder["tie_word_embeddings"] = bool(raw.get("tie_word_embeddings"))
     if architecture != SPARSE:
         decoder["head_dim"] = text_config(raw).get("head_dim", HEAD_DIM)

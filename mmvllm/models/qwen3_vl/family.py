@@ -1,4 +1,4 @@
-"""Qwen3-VL as the rest of mmvllm sees it."""
+"""The Qwen3-VL model family."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from mmvllm.models.vision_language import QwenVLFamily
 
 
 class Qwen3VLFamily(QwenVLFamily):
-    """Checkpoints of arXiv 2511.21631, and text-only Qwen3 (arXiv 2505.09388)."""
+    """Qwen3-VL checkpoints (arXiv 2511.21631) and text-only Qwen3 (arXiv 2505.09388)."""
 
     architectures = (DENSE, SPARSE, TEXT_ONLY)
     vision_transformer = Qwen3VLVisionTransformer

@@ -1,4 +1,4 @@
-"""How Qwen3-VL takes the frames of a video and bounds their sizes."""
+"""How Qwen3-VL samples the frames of a video and limits their sizes."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mmvllm.processors.videos.processor import VideoProcessorConfig
 
 @dataclass(frozen=True, slots=True)
 class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
-    """Settings with the rules of transformers' Qwen3VLVideoProcessor: pixel bounds apply to all frames together."""
+    """The rules of transformers' Qwen3VLVideoProcessor: pixel limits apply to all frames together."""
 
     def sampled(self, info: VideoInfo, fps: float | None, num_frames: int | None) -> list[int]:
         total = info.total_num_frames
@@ -22,7 +22,7 @@ class Qwen3VLVideoProcessorConfig(VideoProcessorConfig):
 
     def frame_size(self, num_frames: int, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         size, factor = self.temporal_patch_size, self.factor
-        num_frames = max(num_frames, size)  # the reference refuses one frame, which here fills a temporal patch
+        num_frames = max(num_frames, size)  # transformers refuses a single frame, which fills a temporal patch here
         check_aspect_ratio(height, width, FRAME)
         if min(height, width) < factor:
             scale = max(factor / height, factor / width)

@@ -1,4 +1,4 @@
-"""The Qwen3-VL vision transformer (arXiv 2511.21631): learned positions, interpolated, and rows for several layers."""
+"""The Qwen3-VL vision transformer (arXiv 2511.21631) with interpolated learned positions and DeepStack."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from mmvllm.models.vision import PatchEmbed, PatchLayout, VisionBlock, VisionMLP
 
 
 class Qwen3VLPatchMerger(nn.Module):
-    """Joins each merge_size x merge_size square of patches into one row, normalised before or (DeepStack) after."""
+    """Merges each merge_size x merge_size square of patches into one embedding; norm before or (DeepStack) after."""
 
     def __init__(self, config: Qwen3VLVisionConfig, norm_after: bool):
         super().__init__()
@@ -38,18 +38,18 @@ class PositionEmbedding(nn.Embedding):
     """Learned embeddings of a square grid of positions, interpolated bilinearly to the grid of an image."""
 
     def taps(self, grids: Sequence[Grid], merge_size: int) -> tuple[Tensor, Tensor]:
-        """The arguments of `forward` for the patches of the images, packed, in merge order; on the host."""
+        """Return the arguments of `forward` for the packed patches of the images, in merge order; on the host."""
         taps = [_taps(grid, merge_size, isqrt(self.num_embeddings)) for grid in grids]
         indexes, weights = (torch.cat(parts, dim=1) for parts in zip(*taps, strict=True))
         return indexes, weights
 
     def forward(self, indexes: Tensor, weights: Tensor) -> Tensor:
-        """Sums (P, embed_dim) of the learned embeddings at `indexes` (4, P) with `weights` (4, P), in float32."""
+        """Sum the learned embeddings at `indexes` (4, P) with `weights` (4, P) in float32; return (P, embed_dim)."""
         return sum(self.weight[at] * w[:, None] for at, w in zip(indexes, weights, strict=True)).to(self.weight.dtype)
 
 
 class Qwen3VLVisionTransformer(nn.Module):
-    """All images of a step in one call."""
+    """Encodes all images of a step in one call."""
 
     def __init__(self, config: Qwen3VLVisionConfig, backend: type[AttentionBackend]):
         super().__init__()
@@ -65,15 +65,15 @@ class Qwen3VLVisionTransformer(nn.Module):
         )
 
     def layout(self, grids: Sequence[Grid]) -> PatchLayout:
-        """Positions (2, P), the learned positions around each and their weights (4, P); frames."""
+        """Return positions (2, P), and the learned positions around each with weights (4, P); segments: frames."""
         merge_size = self.config.spatial_merge_size
         taps = self.pos_embed.taps(grids, merge_size)
         return PatchLayout((vision_positions(grids, merge_size), *taps), (frames(grids),))
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Normalised patches (P, patch_dim) of images, packed -> embeddings (M, mm_embed_size).
+        """Encode packed, normalized patches (P, patch_dim) as embeddings (M, mm_embed_size).
 
-        An embedding has the merged outputs of the last block and of the blocks in `deepstack_visual_indexes`.
+        An embedding concatenates the merged outputs of the last block and of the blocks in `deepstack_visual_indexes`.
         """
         c, (positions, *taps), (segments,) = self.config, layout.tensors, layout.segments
         cos, sin = vision_cos_sin(positions, c.head_dim)
@@ -92,9 +92,9 @@ class Qwen3VLVisionTransformer(nn.Module):
 
 @lru_cache(maxsize=256)
 def _taps(grid: Grid, merge_size: int, side: int) -> tuple[Tensor, Tensor]:
-    """The learned positions around each patch (4, P), in merge order, and their weights (4, P) float32; on the CPU.
+    """Return the four learned positions around each patch, in merge order, and their weights (float32), each (4, P).
 
-    The grid is stretched over the learned one so that their corners coincide.
+    They are on the CPU. The image's grid is stretched over the learned grid such that the corners coincide.
     """
     rows, columns = vision_positions([grid], merge_size)
     (top, bottom, down), (left, right, across) = _neighbours(rows, grid[1], side), _neighbours(columns, grid[2], side)
@@ -104,7 +104,7 @@ def _taps(grid: Grid, merge_size: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def _neighbours(at: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The learned positions before and after patches `at` of `size` along an axis, and how far between them it is."""
+    """Return the learned positions before and after patches `at` of `size` along an axis, and the fraction between."""
     place = at.float() * (side - 1) / max(size - 1, 1)
     before = place.floor()
     return before.long(), (before.long() + 1).clamp(max=side - 1), place - before

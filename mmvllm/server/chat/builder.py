@@ -14,7 +14,7 @@ from mmvllm.server.common.tools import ToolUse
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """Responses of /v1/chat/completions."""
+    """Builds the response to one request of /v1/chat/completions."""
 
     kind, chunk_kind, id_prefix, prompt_field = "chat.completion", "chat.completion.chunk", "chatcmpl", "messages"
     logprobs_field, repeats_prompt = "top_logprobs", False
@@ -28,20 +28,20 @@ class ChatResponseBuilder(ResponseBuilder):
         echoed: str = "",
         **shown: Any,
     ):
-        """Shows calls, boxes and the beginning of the content beyond what the base shows.
+        """Show calls, boxes and an echoed text, in addition to what the base class shows.
 
         Args:
-            use: which calls are looked for in completions.
-            calls_functions: show the first call alone, in the form that it had before there were tools.
-            boxes: each choice has the boxes that the model wrote; "stored" in pixels of the image as it is stored.
-            echoed: what the content of each choice begins with.
+            use: the tools whose calls are parsed from completions.
+            calls_functions: show only the first call, in the older form `function_call`.
+            boxes: add the boxes that the model wrote to each choice; "stored" uses pixels before EXIF rotation.
+            echoed: text at the beginning of the content of each choice.
         """
         super().__init__(*args, **shown)
         self._use, self._calls_functions, self._with_boxes, self._echoed = use, calls_functions, boxes, echoed
         self._readers: dict[int, CallReader] = {}  # by choice
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ChatCompletion:
-        """The response to a request that is not streamed."""
+        """Return the response to a request that is not streamed."""
         made = [self._choice(choice) for choice in choices]
         others = self._of_prompt(choices[0].output) | self._times()
         return ChatCompletion(**self._head, choices=made, usage=usage, **others)
@@ -69,7 +69,7 @@ class ChatResponseBuilder(ResponseBuilder):
         }
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
-        """The chunks that start a stream, before the first delta: the role of each choice."""
+        """Return the chunks that start a stream, before the first delta: the role of each choice."""
         first = {"role": "assistant", "content": self._echoed}
         ids = self._prompt_token_ids(delta.prompt_token_ids)
         return [
@@ -78,7 +78,7 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def chunks(self, index: int, delta: Delta) -> list[dict]:
-        """The chunks for the new tokens of one choice: none while their text may belong to the mark of a call."""
+        """Return the chunks for new tokens of a choice; none while their text may belong to the mark of a call."""
         reader = self._readers.setdefault(index, CallReader(self._use))
         parts = self._parts(reader, delta)
         others = {"logprobs": self._logprobs(delta.logprobs or []), **self._token_ids(delta.token_ids)}
@@ -95,18 +95,18 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
 
     def _stop_reason(self, found: str | int | None) -> str | int | None:
-        """What the client gave: the end of a single call is a stop string of the server's."""
+        """Return the stop reason, or None for the end of a single call, a stop string that the server adds."""
         return None if self._use.names and found == END else found
 
     def _parts(self, reader: CallReader, delta: Delta) -> list[dict]:
-        """What is new of the message."""
+        """Return the new content and calls of the message."""
         pieces = reader.feed(delta.text, is_last=delta.finish_reason is not None)
         if self._calls_functions:
             pieces = [one for one in pieces if isinstance(one, str) or one.index == 0]
         return [{"content": one} if isinstance(one, str) else self._call_part(one) for one in pieces]
 
     def _call_part(self, piece: CallPiece | CustomCall) -> dict:
-        """A piece of a call as OpenAI's chunks have it: with the id and the name first."""
+        """Return a piece of a call in the form of OpenAI's chunks; the first piece has the id and the name."""
         called = {"function": {"arguments": piece.arguments}} if piece.name is None else _called(piece)
         if self._calls_functions:
             return {"function_call": called["function"]}
@@ -119,7 +119,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return "function_call" if self._calls_functions else "tool_calls"
 
     def _extras(self, boxes: Sequence[Box | Point]) -> dict[str, Any]:
-        """The field of a whole choice that only mmvllm has, if the request asks for it."""
+        """Return the extension field `mmvllm` of a finished choice, if the request asks for it."""
         if not self._with_boxes:
             return {}
         shown = (box.in_stored_pixels() for box in boxes) if self._with_boxes == "stored" else boxes
@@ -132,7 +132,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def _called(call: CallPiece | FunctionCall | CustomCall) -> dict:
-    """The tool that is called, as OpenAI's chats have it."""
+    """Return a call in the form of OpenAI's chats."""
     if isinstance(call, CustomCall):
         return {"type": "custom", "custom": {"name": call.name, "input": call.input}}
     return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -11,7 +11,7 @@ from mmvllm.server.common.tools import FunctionChoice, Functions, ToolChoice
 
 
 class Extras(StrictModel):
-    """What mmvllm returns beyond other servers."""
+    """Extensions of mmvllm that a request asks for."""
 
     boxes: bool | Literal["stored"] | None = Field(
         None,
@@ -32,7 +32,7 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     mmvllm: Extras | None = Field(None, description="Adds a field of this name to each choice.")
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     tool_choice: ToolChoice | None = Field(None, description="Default: auto.")
-    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in a completion. Default: true.")
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -40,7 +40,7 @@ class ChatRequest(ChatPrompt, SamplingRequest):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prediction: Ignored = None
-    echo: bool | None = Field(None, description="With continue_final_message: the content begins with that message's.")
+    echo: bool | None = Field(None, description="With continue_final_message: begin the content with that message.")
     functions: Functions | None = Field(None, description="The older form of tools, for one call at most.")
     function_call: FunctionChoice | None = Field(None, description="The older form of tool_choice, with functions.")
     audio: Unsupported = None

@@ -31,7 +31,7 @@ from mmvllm.server.common.tools import (
 from mmvllm.server.errors import ApiError, renamed_errors
 from mmvllm.server.http.auth_and_limits import ByteReservation
 
-# How errors about tools name the fields of a request that has functions.
+# The older fields that errors name, in place of the fields for tools, if the request has functions.
 FUNCTIONS_IN_CHATS = MappingProxyType(
     {"tool_choice.function": "function_call", "tool_choice": "function_call", "].function": "]", "tools": "functions"}
 )
@@ -49,7 +49,7 @@ def router(serving: Serving) -> APIRouter:
 
 
 def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) -> CompletionJob:
-    """The job for a chat; the images and videos that it fetches are counted in `reservation`."""
+    """Return the job for a chat; `reservation` counts the images and videos that it fetches."""
     model, keys = serving.model_of(body.model, body.priority)
     calls_functions = bool(body.functions) or body.function_call is not None
     names = FUNCTIONS_IN_CHATS if calls_functions else {}
@@ -77,15 +77,15 @@ def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) 
 
 
 def tool_use(serving: Serving, body: ChatRequest) -> ToolUse:
-    """How a chat is sampled, and which calls its completion may have."""
-    if body.tools and demands_call(body.tool_choice):  # a format is that of messages: there is none
+    """Return the sampling parameters of a chat, and the calls that its completion may have."""
+    if body.tools and demands_call(body.tool_choice):  # response_format does not apply to calls
         body = body.model_copy(update={"response_format": None})
     params = chat_params(body, serving.engine.max_model_len, serving.sampling_defaults)
     return use_of(body.tools, body.tool_choice, body.parallel_tool_calls, params, serving.engine.tokenizer)
 
 
 def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS) -> SamplingParams:
-    """The sampling parameters of a chat, with `defaults` for those that are left out or null.
+    """Return the sampling parameters of a chat, with `defaults` for fields that are omitted or null.
 
     A completion without a limit may fill the context.
     """
@@ -102,10 +102,10 @@ def chat_params(body: ChatRequest, max_model_len: int, defaults: Mapping[str, An
 
 
 def _with_functions_as_tools(body: ChatRequest) -> ChatRequest:
-    """A chat with the older `functions` and `function_call`, as one with tools, of which at most one is called."""
+    """Convert a chat with the older `functions` and `function_call` to a chat with tools and at most one call."""
     if body.tools or body.tool_choice is not None:
         field = "function_call" if body.functions is None else "functions"
-        raise ApiError(400, f"{field} excludes the newer fields of its kind; leave one form out", param=field)
+        raise ApiError(400, f"{field} cannot be used with the newer fields of its kind; choose one form", param=field)
     if not body.functions and isinstance(body.function_call, FunctionReference):
         raise ApiError(400, "function_call needs functions", param="function_call")
     choice = body.function_call
@@ -116,7 +116,7 @@ def _with_functions_as_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _echoed_text(message: InputMessage, is_continued: bool | None) -> str:
-    """What the content of an answer begins with, beyond what the model writes: the text of the final message."""
+    """Return the text of the final message, with which the content of an echoing answer begins."""
     if not is_continued:
         raise ApiError(400, "echo is true, which needs continue_final_message: true", param="echo")
     content = content_of(message)

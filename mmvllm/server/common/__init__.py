@@ -1,1 +1,1 @@
-"""What the routes share: schemas, prompts, media, sampling, jobs and their responses."""
+"""Code that the routes share: schemas, prompts, media, sampling, jobs and their responses."""

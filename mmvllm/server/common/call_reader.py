@@ -1,4 +1,4 @@
-"""Calls of tools in completions. The call of a custom tool, whose input is a text, is written as that of a function."""
+"""Parses tool calls in completions; a custom tool, whose input is a text, is called like a function."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mmvllm.utils.text import with_whole_characters
 
 @dataclass(frozen=True, slots=True)
 class CustomCall:
-    """A complete call of a custom tool; `index` is which call of the completion it is, from 0."""
+    """A complete call of a custom tool; `index` is its position among the calls of the completion."""
 
     index: int
     name: str
@@ -20,7 +20,7 @@ class CustomCall:
 class CallReader:
     """Reads content and calls from the text of one completion, whole or in pieces.
 
-    The pieces of a custom tool's call become one `CustomCall` once it is complete.
+    The pieces of a custom tool's call become one `CustomCall` once the call is complete.
     """
 
     def __init__(self, use: ToolUse):
@@ -30,17 +30,17 @@ class CallReader:
 
     @property
     def ends_with_calls(self) -> bool:
-        """Whether there are calls, all of them complete."""
+        """Whether the completion has calls, all of them complete."""
         return self._parser.num_calls > 0 and not self._parser.is_within_arguments
 
     def feed(self, text: str, is_last: bool = False) -> list[str | CallPiece | CustomCall]:
-        """Add text; `is_last` says that no more follows."""
+        """Return the content and calls in new text; `is_last` means that no text follows."""
         if not self._use.names:
             return [text] if text else []
         return self._custom.feed(self._parser.feed(text, is_last), is_last)
 
     def read(self, text: str) -> tuple[str, list[FunctionCall | CustomCall]]:
-        """The content and the calls of a whole completion."""
+        """Return the content and the calls of a whole completion."""
         content, calls = collect_calls(self._parser.feed(text, is_last=True)) if self._use.names else (text, [])
         return content, [self._converted(i, call) for i, call in enumerate(calls)]
 
@@ -55,7 +55,7 @@ class _CustomCalls:
     def __init__(self, names: Collection[str]):
         self._names = names
         self._begun: CallPiece | None = None
-        self._arguments: list[str] = []  # of the call that has begun
+        self._arguments: list[str] = []  # of the call in progress
 
     def feed(self, pieces: Sequence[str | CallPiece], is_last: bool) -> list[str | CallPiece | CustomCall]:
         made = [one for piece in pieces for one in self._add(piece)]
@@ -77,6 +77,6 @@ class _CustomCalls:
 
 
 def _input_of(arguments: str) -> str:
-    """The string `input` of a call's arguments; all of their text if they are malformed or have no such string."""
+    """Return the string `input` of a call's arguments, or the whole text if they are malformed or lack it."""
     given = (read_arguments(arguments) or {}).get("input")
     return with_whole_characters(given) if isinstance(given, str) else arguments

@@ -1,4 +1,4 @@
-"""A conversation as the engine takes it: messages, images and their sizes, arguments of the chat template."""
+"""Converts a conversation to an engine request: messages, images and their sizes, chat template arguments."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mmvllm.server.common.videos import KWARGS
 from mmvllm.server.errors import ApiError
 
 AUTO_TOKENS = 1280  # maximum image tokens of an image with detail auto
-_ROLES = {"developer": "system", "function": "tool"}  # the names that templates know
+_ROLES = {"developer": "system", "function": "tool"}  # roles that templates know by another name
 OPTIONS_OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -38,13 +38,13 @@ class DetailLimits:
 
     @classmethod
     def of(cls, config: ImageProcessorConfig, auto: int | None = None) -> "DetailLimits":
-        """The limits of a checkpoint; `auto` is the server's own setting."""
+        """Return the limits of a checkpoint; `auto` is the server's setting."""
         token = config.factor**2
         auto = auto or min(config.max_pixels, AUTO_TOKENS * token)
         return cls(min(LOW_TOKENS * token, auto), auto, max(config.max_pixels, auto))
 
     def max_pixels(self, detail: str | None, requested: int | None) -> int:
-        """`requested`, the request's `max_pixels`, replaces the limits of auto and high, and may lower that of low."""
+        """Return the limit; `requested`, the request's `max_pixels`, replaces auto and high, and may lower low."""
         if detail == "low":
             return min(self.low, requested or self.low)
         return requested or (self.high if detail == "high" else self.auto)
@@ -52,26 +52,26 @@ class DetailLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageReference:
-    """An image of a request; `param` is the path of its URL in the request, `sizes` are the fields of ImageSizes."""
+    """An image of a request; `param` is the path of its URL in the request, `sizes` are its fields of ImageSizes."""
 
     param: str
-    url: str | None  # None for one that was kept under its uuid
+    url: str | None  # None if the request has only the uuid
     detail: str | None
     sizes: Mapping[str, int]
     uuid: str | None = None
 
     def bound(self, name: str) -> tuple[str, int | None]:
-        """The path of one of its sizes, and its value."""
+        """Return the request path and the value of a size."""
         return f"{self.path}.{name}", self.sizes.get(name)
 
     @property
     def path(self) -> str:
-        """The path of its part in the request."""
+        """The path of the image's part in the request."""
         return self.param.removesuffix(".url").removesuffix(".image_url")
 
 
 def images_of(messages: Sequence[InputMessage]) -> list[ImageReference]:
-    """All images of a conversation, in the order of the prompt."""
+    """Return all images of a conversation, in the order of the prompt."""
     return [
         ImageReference(
             f"{path}.image_url.url",
@@ -91,7 +91,7 @@ def max_pixels_of(
     max_pixels: int | None = None,
     kwargs: ProcessorKwargs | None = None,
 ) -> list[int]:
-    """Maximum pixels of each image, with the bounds of a request and its `mm_processor_kwargs`.
+    """Return the maximum pixels of each image, given the bounds of a request and its `mm_processor_kwargs`.
 
     Raises ApiError for bounds that are too large or contradict each other.
     """
@@ -127,7 +127,7 @@ def _check_low(param: str, low: int | None, most: int) -> None:
 
 
 def _bound_of(name: str, own: int | None, shared: ProcessorKwargs | None) -> tuple[str, int | None]:
-    """The path of a bound of images in the request, and its value: their own, else that of images and videos."""
+    """Return the request path and the value of a bound of images: `own`, else the bound of `mm_processor_kwargs`."""
     if own is None and shared is not None:
         return f"{KWARGS}.{name}", getattr(shared, name)
     return name, own
@@ -141,13 +141,13 @@ def chat_request(
     videos: Sequence[dict] = (),
     tools: Sequence[dict] = (),
 ) -> dict:
-    """The engine's request, given the encoded bytes of each image of `images_of(body.messages)` and its `max_pixels`.
+    """Return the engine's request, given the encoded bytes and `max_pixels` of each of `images_of(body.messages)`.
 
-    `template_kwargs` are arguments of the chat template for requests that do not give these themselves; `videos` are
-    the parts of the request's videos (`VideoReference.part`); `tools` are the functions that the prompt describes.
+    `template_kwargs` are default arguments of the chat template; `videos` are the parts of the request's videos
+    (`VideoReference.part`); `tools` are the functions that the prompt describes.
 
-    The largest `max_pixels` becomes that of the request, as in `LLM.generate_multimodal`; images with a smaller limit
-    carry it in their part, beside sizes of their own.
+    The largest `max_pixels` becomes the request's, as in `LLM.generate_multimodal`; images with a smaller limit have
+    it in their part.
     """
     largest = max(max_pixels, default=None)
     images = (
@@ -169,14 +169,14 @@ def chat_request(
 
 
 def _reasoning_kwargs(effort: ReasoningEffort | None) -> dict[str, Any]:
-    """Arguments of the chat template, as in vLLM."""
+    """Return the chat template arguments for a reasoning effort, as in vLLM."""
     if effort in (None, "none"):
         return {} if effort is None else {"enable_thinking": False}
     return {"reasoning_effort": effort, "enable_thinking": True}
 
 
 def texts_of(messages: Sequence[InputMessage]) -> Iterator[str]:
-    """All texts of a conversation."""
+    """Yield all texts of a conversation."""
     for message in messages:
         yield from (one.arguments for one in _functions_called(message) if isinstance(one.arguments, str))
         content = content_of(message)
@@ -191,7 +191,7 @@ def _functions_called(message: InputMessage) -> Sequence[CalledFunction]:
 
 
 def content_of(message: InputMessage) -> str | Sequence[Part]:
-    """The text of a message, or its parts, without what a model has thought."""
+    """Return the text of a message, or its parts, without the reasoning of a model."""
     content = message.content
     if isinstance(message, HistoryMessage) and isinstance(content, list):
         content = [part for part in content if not isinstance(part, ThoughtPart)]

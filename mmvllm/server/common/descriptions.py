@@ -1,4 +1,4 @@
-"""Prompts and completions as `--log-requests full` shows them."""
+"""Formats prompts and completions for `--log-requests full`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,12 @@ MAX_TEXT = 4000  # characters of each text
 
 
 def described_chat(messages: Sequence[InputMessage]) -> list[dict[str, str]]:
-    """The messages of a conversation for the log, with the kind of medium in place of images and videos."""
+    """Return the messages of a conversation for the log, with "<image>" and "<video>" in place of media."""
     return [{"role": message.role, "content": shortened(_content(message.content))} for message in messages]
 
 
 def described_prompts(prompts: Sequence[str | list[int]]) -> list[str]:
-    """The prompts of a completion request, or the inputs of one for embeddings, for the log."""
+    """Return the prompts of a completion request, or the inputs of an embedding request, for the log."""
     return [shortened(prompt if isinstance(prompt, str) else str(prompt)) for prompt in prompts]
 
 
@@ -31,5 +31,5 @@ def _part(part: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a long text, and its length."""
+    """Return a text, or the beginning and the length of a long one."""
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"

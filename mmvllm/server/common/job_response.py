@@ -27,15 +27,15 @@ from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.settings import ServerSettings
 
 T = TypeVar("T")
-MANY_VALUES = 2_000  # log-probabilities or numbers of vectors that are made into a response in a few milliseconds
-MAX_QUEUED = 16  # deltas of all prompts; further ones wait in the engine's streams, which count what they hold
-_MAKING = ThreadPoolExecutor(1, "mmvllm-response")  # several threads would make the event loop wait for each of them
+MANY_VALUES = 2_000  # log-probabilities or elements of vectors, which are serialized in a few milliseconds
+MAX_QUEUED = 16  # deltas of all prompts; more of them wait in the engine's streams, which count them
+_MAKING = ThreadPoolExecutor(1, "mmvllm-response")  # several threads would compete with the event loop for the GIL
 
 
 class JobResponse(Response):
     """The response to a job, generated while it is sent; if the client disconnects, its engine requests are aborted.
 
-    Errors raise ApiError and so determine the status; once a stream has started, they are sent as an event instead.
+    Errors raise ApiError, which determines the status; once a stream has started, they are sent as an event instead.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class JobResponse(Response):
         await send({"type": "http.response.body", "body": content})
 
     async def _gathered(self) -> bytes:
-        """The content of the response, once all of it is there."""
+        """Return the body of the response once all deltas have arrived."""
         job = self._job
         choices = [ChoiceBuffer(index) for index in range(job.num_choices)]
         async with aclosing(self._deltas()) as deltas:
@@ -88,14 +88,14 @@ class JobResponse(Response):
         return await _made(partial(self._content, choices), job.builder.num_values)
 
     def _hold(self, num_bytes: int) -> None:
-        """Count the most that waits to be sent at a time as bytes of the request: a slow client keeps it there."""
+        """Count the most bytes that wait to be sent at a time; a slow client keeps them in memory."""
         if num_bytes > self._num_held:
             self._reservation.hold(num_bytes - self._num_held)
             self._num_held = num_bytes
 
     def _content(self, choices: Sequence[ChoiceBuffer]) -> bytes:
         response = self._job.builder.whole(choices, usage_of(self._record.outputs))
-        return response.__pydantic_serializer__.to_json(response)  # `model_dump_json` would make a text of these bytes
+        return response.__pydantic_serializer__.to_json(response)  # `model_dump_json` would decode these bytes
 
     async def _stream(self, send: Send) -> None:
         async with aclosing(self._deltas()) as deltas, EventStream(send) as events:
@@ -130,7 +130,7 @@ class JobResponse(Response):
             make = partial(_texts, job.builder.chunks, index, delta, usage=usage)
             texts = await _made(make, num_logprobs(delta.logprobs) + num_logprobs(delta.prompt_logprobs))
             await self._write(events, texts)
-            await asyncio.sleep(0)  # a stream with much to send is not paused by a client that reads quickly
+            await asyncio.sleep(0)  # let other tasks run: a fast client never pauses a stream with much to send
         last = partial(_texts, job.builder.last_chunks, usage_of(self._record.outputs), job.includes_usage, usage={})
         await self._write(events, await _made(last, job.builder.num_values))
 
@@ -141,12 +141,12 @@ class JobResponse(Response):
             await events.write(piece)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) of all prompts in the order of their arrival; raises only ApiError."""
+        """Yield (choice, delta) of all prompts in the order of arrival; raises only ApiError."""
         observe = None if self._job.pooling is not None else self._metrics.observer(self._job.params)
-        # The session's work is given up when the client has hung up or the deadline has passed.
+        # The session abandons its work when the client disconnects or the deadline passes.
         prompt = 0
         with engine_errors(lambda error: self._job.format_error(error, prompt)), self._decoder.session() as load:
-            # There may be more inputs of embeddings than the engine admits; prompts of completions are few.
+            # A request may have more inputs to embed than the engine admits; completions have few prompts.
             most = len(self._job.requests) if self._job.pooling is None else self._engine.max_num_seqs
             async with aclosing(_merged(self._streams(load), len(self._job.requests), most)) as deltas:
                 async for prompt, delta in deltas:
@@ -154,7 +154,7 @@ class JobResponse(Response):
                         try:
                             raise delta
                         finally:
-                            del delta  # else an error and this frame keep each other alive
+                            del delta  # otherwise the error and this frame keep each other alive
                     _check(delta)
                     choice = prompt * self._job.params.n + delta.index
                     if observe is not None:
@@ -165,16 +165,16 @@ class JobResponse(Response):
                     yield choice, delta
 
     def _streams(self, load: Load) -> Iterator[AsyncGenerator[Delta, None]]:
-        """The deltas of each prompt."""
+        """Return the stream of deltas of each prompt."""
         job = self._job
         keys = {"timeout": self._settings.request_timeout, "load": load, "trace_headers": self._record.trace_headers}
         keys |= {"pooling": job.pooling, "limits_unread": True}
-        keys["keeps_logprobs"] = job.params.chooses_at_end  # whose deltas have all at once
+        keys["keeps_logprobs"] = job.params.chooses_at_end  # the final deltas then have all of them at once
         return (self._engine.generate(request, job.params, **keys) for request in job.requests)
 
 
 async def _made(make: Callable[[], T], num_values: int) -> T:
-    """What `make` returns, which a thread calls if it takes long: the event loop goes on meanwhile."""
+    """Return `make()`, called in a thread if it takes long, so that the event loop continues."""
     if num_values < MANY_VALUES:
         return make()
     return await asyncio.get_running_loop().run_in_executor(_MAKING, make)
@@ -192,10 +192,9 @@ def _check(delta: Delta) -> None:
 async def _merged(
     streams: Iterator[AsyncGenerator[Delta, None]], number: int, most: int
 ) -> AsyncGenerator[tuple[int, Delta | Exception], None]:
-    """(index of the stream, delta) of a number of streams in the order of arrival; the first error, which is the last
-    item, ends all of them.
+    """Yield (index of the stream, delta) of `number` streams in the order of arrival; the first error is the last item.
 
-    At most `most` are read at a time, each in a task, since thousands of tasks would keep the event loop busy.
+    At most `most` streams are read at a time, each in a task; thousands of tasks would keep the event loop busy.
     """
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(MAX_QUEUED)
     numbered = enumerate(streams)
@@ -211,14 +210,14 @@ async def _merged(
             if isinstance(item, Exception):
                 return
     finally:
-        item = None  # else an error and this frame keep each other alive
+        item = None  # otherwise an error and this frame keep each other alive
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _forward_all(streams: Iterator[tuple[int, AsyncGenerator[Delta, None]]], queue: asyncio.Queue) -> None:
-    """Put the deltas of each stream into the queue, and then None; or an error, after which no stream is read."""
+    """Put the deltas of each stream, and then None, into the queue; put an error as the last item."""
     for i, stream in streams:
         try:
             async with aclosing(stream):

@@ -1,4 +1,4 @@
-"""What a route asks of the engine, and how it responds."""
+"""`CompletionJob`: the work of the engine for one HTTP request, and the builder of the response."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from mmvllm.server.errors import ApiError
 
 
 class Builder(Protocol):
-    """Builds the response to one request, which is not streamed, from the deltas of its prompts."""
+    """Builds the response to one HTTP request, without streaming, from the deltas of its prompts."""
 
     model: str
-    prompt_field: str  # of the request
-    num_values: int  # log-probabilities or numbers of vectors in the response
+    prompt_field: str  # the request field with the prompt
+    num_values: int  # log-probabilities, or elements of vectors, in the response
 
     @property
     def id(self) -> str: ...
@@ -32,25 +32,25 @@ class Builder(Protocol):
         """Count a delta; raises ApiError for too many values."""
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> BaseModel:
-        """The response."""
+        """Return the complete response."""
 
 
 class StreamBuilder(Builder, Protocol):
-    """Builds a response whole or as the chunks of a stream."""
+    """Builds a response, whole or as the chunks of a stream."""
 
-    end: str | None  # of a stream
+    end: str | None  # data that ends a stream, if any
 
     def first_chunks(self, num_choices: int, delta: Delta) -> list[dict]:
-        """What comes before the chunks of the first delta."""
+        """Return the chunks before those for the first delta."""
 
     def chunks(self, index: int, delta: Delta) -> list[dict]:
-        """What a delta of a choice adds."""
+        """Return the chunks for a delta of a choice."""
 
     def last_chunks(self, usage: Usage, includes_usage: bool) -> list[dict]:
-        """What comes after the chunks of all deltas."""
+        """Return the chunks after those for all deltas."""
 
     def error_chunk(self, error: ApiError) -> dict:
-        """What ends a stream that has failed."""
+        """Return the chunk that ends a failed stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class CompletionJob:
     requests: Sequence[Request | Callable[[], Awaitable[Request]]]  # one per prompt, as for `AsyncLLM.generate`
     params: SamplingParams
     builder: Builder | StreamBuilder  # the latter if the response is streamed
-    described: Callable[[], Any]  # the prompts, for the log
-    prompt: PromptJob | None = None  # of a conversation
+    described: Callable[[], Any]  # describes the prompts for the log
+    prompt: PromptJob | None = None  # for a conversation only
     structured: StructuredField | None = None
     streams: bool = False
     includes_usage: bool = False  # in the last chunk
-    repeats_usage: bool = False  # in every chunk, as far as it is known
-    pooling: PoolingParams | None = None  # where embeddings are wanted
-    fields: Sequence[str] | None = None  # that the prompts come from, where the builder's is not that of all
+    repeats_usage: bool = False  # the usage so far in every chunk
+    pooling: PoolingParams | None = None  # for embeddings only
+    fields: Sequence[str] | None = None  # the request field of each prompt, if they differ
 
     @property
     def num_images(self) -> int:
@@ -82,7 +82,7 @@ class CompletionJob:
         return len(self.requests) * self.params.n
 
     def format_error(self, error: ValueError, index: int = 0) -> tuple[str, str | None]:
-        """The message of an error of the engine about one prompt, and the field of the request to which it refers."""
+        """Return the message of an engine error about a prompt, and the request field to which it refers."""
         return (self.structured and self.structured.format_error(error)) or (str(error), self._param_of(error, index))
 
     def _param_of(self, error: ValueError, index: int) -> str | None:

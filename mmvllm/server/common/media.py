@@ -19,14 +19,14 @@ from mmvllm.server.http.auth_and_limits import ByteReservation
 from mmvllm.server.settings import ServerSettings
 
 MAX_FETCHES, MAX_VIDEO_FETCHES = 16, 4
-STORE_OVERHEAD = 300  # bytes of an entry of the store, and of each frame, beside the data
-LARGEST_STORED_SHARE = 4  # of the store: one video never evicts all others
+STORE_OVERHEAD = 300  # bytes per entry of the store and per frame, in addition to the data
+LARGEST_STORED_SHARE = 4  # an entry may take at most 1/4 of the store: one video never evicts all others
 Reference = ImageReference | VideoReference
 Data = bytes | list[bytes]  # encoded; a list of frames is a video
 
 
 class MediaFetcher:
-    """The fetches of one server, and its store of named images and videos."""
+    """Fetches the images and videos of one server, and stores those with a uuid."""
 
     def __init__(self, settings: ServerSettings):
         self._settings, self._store = settings, MediaStore(settings.max_kept_media_bytes)
@@ -35,12 +35,12 @@ class MediaFetcher:
     async def fetch_all(
         self, media: Sequence[Reference], reservation: ByteReservation, cache_salt: str | None
     ) -> list[Data]:
-        """The encoded images and videos, which are counted in `reservation`; raises ApiError if one cannot be had."""
+        """Return the encoded images and videos, counted in `reservation`; raises ApiError if one is unavailable."""
         fetched = await _all([self._fetch_given(one, reservation) for one in media])
         return [self._kept(*both, reservation, cache_salt) for both in zip(media, fetched, strict=True)]
 
     async def _fetch_given(self, one: Reference, reservation: ByteReservation) -> Data | None:
-        """The encoded image or video; None for one that has a uuid only."""
+        """Return the encoded image or video, or None if the request has only its uuid."""
         if one.url is None:
             return None
         if isinstance(one, VideoReference):
@@ -48,7 +48,7 @@ class MediaFetcher:
         return await self._fetch(one.url, one.param, reservation)
 
     def _kept(self, one: Reference, data: Data | None, reservation: ByteReservation, cache_salt: str | None) -> Data:
-        """Keep the data of an image or video that has a uuid; without data, return what was kept under it."""
+        """Store the data of an image or video with a uuid; without data, return the stored data."""
         if one.uuid is None:
             return data
         noun = "video" if isinstance(one, VideoReference) else "image"
@@ -83,7 +83,7 @@ class MediaFetcher:
 
 
 async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
-    """What they return; the first error cancels the others."""
+    """Return the results of all fetches; the first error cancels the others."""
     tasks = [asyncio.create_task(one) for one in fetches]
     try:
         return await asyncio.gather(*tasks)
@@ -93,9 +93,9 @@ async def _all(fetches: Sequence[Coroutine[Any, Any, Any]]) -> list:
 
 
 class FetchTurns:
-    """Limits how many fetches run at a time: half of them from one host, a quarter for one request.
+    """Limits the fetches at a time to `number`, to half of it per host, and to a quarter per request.
 
-    Hosts that are slow then delay other requests less.
+    Slow hosts then delay other requests less.
     """
 
     def __init__(self, number: int):
@@ -108,7 +108,7 @@ class FetchTurns:
         """Wait until a URL may be fetched for a request."""
         try:
             host = urlsplit(url[:MAX_URL_LENGTH]).hostname or ""
-        except ValueError:  # of a URL that will be refused
+        except ValueError:  # the URL is invalid, and `fetch` refuses it
             host = ""
         of_host = self._by_host.setdefault(host, asyncio.Semaphore(self._number // 2))
         of_request = self._by_request.setdefault(request, asyncio.Semaphore(self._number // 4))
@@ -117,10 +117,10 @@ class FetchTurns:
 
 
 class MediaStore:
-    """Images and videos that clients have named, kept in memory so that later requests need not send them again.
+    """Keeps images and videos that clients have named in memory, so that later requests need not send them again.
 
-    The least recently used data is removed where all of it together is larger than `max_bytes`. May be used by several
-    threads. Keys are strings, of which a digest is kept. Data of more than a quarter of `max_bytes` is not kept.
+    Evicts the least recently used data when the total exceeds `max_bytes`, and does not keep data larger than a quarter
+    of it. Keeps a digest of each key instead of the key. Thread-safe.
     """
 
     def __init__(self, max_bytes: int):
@@ -129,7 +129,7 @@ class MediaStore:
         self._lock = threading.Lock()
 
     def keep(self, key: str, data: Data) -> None:
-        """Keep data in place of what was kept under the key."""
+        """Keep data under the key, in place of earlier data."""
         key = _digest(key)
         with self._lock:
             if (old := self._kept.pop(key, None)) is not None:
@@ -142,7 +142,7 @@ class MediaStore:
                 self._num_bytes -= _memory_of(self._kept.popitem(last=False)[1])
 
     def get(self, key: str) -> Data | None:
-        """What is kept under the key; None if there is nothing."""
+        """Return the data under the key, or None."""
         key = _digest(key)
         with self._lock:
             if key in self._kept:

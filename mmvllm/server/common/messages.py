@@ -31,7 +31,7 @@ CONTENT = (
     *("text", "image", "image_url", "video", "video_url", "audio", "input_audio", "file", "file_data"),
     *("input_text", "input_image", "input_file"),
 )
-MOST_COMPARED = 32  # keys of an object, whose spelling is compared in 0.02 ms
+MOST_COMPARED = 32  # keys of an object whose spelling is checked, which takes 0.02 ms
 OPTIONS = (*qwen_vl_utils.KEYS, *PROCESSOR_KEYS, "detail")
 
 P = TypeVar("P")
@@ -59,7 +59,7 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_clients_write(cls, value: Any) -> Any:
-        """A null means "not given", also for fields that this server does not know; 512.0 is an integer in JSON."""
+        """Drop unknown fields that are null, and convert whole floats, which are integers in JSON, to int."""
         if not isinstance(value, dict):
             return value
         if None in value.values():
@@ -69,7 +69,7 @@ class StrictModel(BaseModel):
 
 
 class OpenModel(StrictModel):
-    """An object to which clients add keys. Unknown keys are ignored, unless content or options would be lost."""
+    """An object to which clients add keys; unknown keys are ignored unless they hold content or options."""
 
     model_config = ConfigDict(extra="ignore")
     misplaced: ClassVar[Collection[str]] = ()  # names of content and options that belong elsewhere
@@ -96,24 +96,24 @@ class OpenModel(StrictModel):
 
 @cache
 def _fields_of(model: type[BaseModel]) -> frozenset[str]:
-    """The names of a model's fields, which pydantic looks up slowly."""
+    """Return the names of a model's fields, which pydantic looks up slowly."""
     return frozenset(model.model_fields)
 
 
 @cache
 def _names_by_plain(model: type[OpenModel]) -> dict[str, str]:
-    """The names that are not ignored, in whatever spelling, by their plain one; none where nothing is misplaced."""
+    """Map plain spellings to the names that must not be ignored; empty if the model has no misplaced names."""
     return {_plain(name): name for name in (*model.misplaced, *model.model_fields)} if model.misplaced else {}
 
 
 def _plain(name: str) -> str:
-    """A name without what is easily written otherwise: `maxPixel` is `max_pixels`."""
+    """Return a name without case, separators and plural, so that `maxPixel` equals `max_pixels`."""
     return name.lower().replace("_", "").replace("-", "").removesuffix("s")
 
 
 @cache
 def _integers_of(model: type[BaseModel]) -> frozenset[str]:
-    """The keys of a model's fields that may be integers, but no floats."""
+    """Return the keys of a model's fields that accept integers but not floats."""
     kinds = {field.alias or name: set(_kinds_of(field.annotation)) for name, field in model.model_fields.items()}
     return frozenset(key for key, found in kinds.items() if int in found and float not in found)
 
@@ -153,7 +153,7 @@ Size = Annotated[int, Field(ge=1, lt=INT64)]
 
 
 class ImageSizes(OpenPart):
-    """The sizes of an image, with the meaning that they have in qwen-vl-utils."""
+    """Size options of an image, with their meaning in qwen-vl-utils."""
 
     min_pixels: Size | None = Field(None, description="A smaller image is enlarged to this many pixels.")
     max_pixels: Size | None = Field(None, description="Replaces the limit of detail auto and high.")
@@ -178,20 +178,20 @@ class ImageUrl(ImageSizes):
 
 
 class MediaPart(OpenPart):
-    """An image or a video, which may be left out where the server has kept it under the `uuid`."""
+    """An image or a video, which may be omitted if the server has kept it under the `uuid`."""
 
     uuid: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="A name that the client gives it, for later requests which have the name only."
+        None, description="A name that the client chooses; later requests may send the name alone."
     )
 
     @property
     def source(self) -> "ImageUrl | VideoUrl | None":
-        """The field that is called as the type."""
+        """The field that has the name of the type."""
         return getattr(self, self.type)
 
     @property
     def url(self) -> str | list[str] | None:
-        """None for what was kept under the `uuid`."""
+        """The URL, or None if the part has only a `uuid`."""
         return None if self.source is None else self.source.url
 
     @model_validator(mode="after")
@@ -204,25 +204,25 @@ class MediaPart(OpenPart):
 
 
 class ImagePart(ImageSizes, MediaPart):
-    """An image. Its sizes may stand beside `image_url` or in it."""
+    """An image, with size options beside `image_url` or in it."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | None = None
 
 
 class VideoOptions(OpenPart):
-    """What to take of a video, with the meaning that it has in qwen-vl-utils; the checkpoint bounds it."""
+    """Options for frames and sizes of a video, with their meaning in qwen-vl-utils; the checkpoint bounds them."""
 
-    fps: Rate | None = Field(None, description="Frames to take per second; of JPEG frames, those that there are.")
+    fps: Rate | None = Field(None, description="Frames to take per second; for JPEG frames, their rate.")
     nframes: Size | None = Field(None, description="Frames to take, in place of fps.")
     num_frames: Size | None = Field(None, description="Another name of nframes.")
     min_frames: Size | None = None
     max_frames: Size | None = None
-    min_pixels: Size | None = Field(None, description="Pixels of a frame.")
-    max_pixels: Size | None = Field(None, description="Pixels of a frame.")
-    total_pixels: Size | None = Field(None, description="Pixels of all frames.")
-    video_start: float | None = Field(None, description="Seconds.")
-    video_end: float | None = Field(None, description="Seconds.")
+    min_pixels: Size | None = Field(None, description="Minimum pixels of a frame.")
+    max_pixels: Size | None = Field(None, description="Maximum pixels of a frame.")
+    total_pixels: Size | None = Field(None, description="Maximum pixels of all frames together.")
+    video_start: float | None = Field(None, description="Start of the clip in seconds.")
+    video_end: float | None = Field(None, description="End of the clip in seconds.")
 
 
 class VideoUrl(VideoOptions):
@@ -234,14 +234,14 @@ class VideoUrl(VideoOptions):
 
 
 class VideoPart(VideoOptions, MediaPart):
-    """A video. Its options may stand beside `video_url` or in it."""
+    """A video, with options beside `video_url` or in it."""
 
     type: Literal["video_url"]
     video_url: VideoUrl | None = None
 
 
 def options_of(kind: type[StrictModel], path: str, *given: StrictModel | None) -> dict[str, Any]:
-    """What is given of the fields of `kind` in one of several places; raises ApiError for a field with two values."""
+    """Return the fields of `kind` that any of the objects sets; raises ApiError for a field with two values."""
     found: dict[str, Any] = {}
     for one in given:
         for name in kind.model_fields:
@@ -252,7 +252,7 @@ def options_of(kind: type[StrictModel], path: str, *given: StrictModel | None) -
 
 # Tags of unions appear in pydantic's error locations. With a space in them, they are not mistaken for fields.
 def tag_by(key: str, tags: Mapping[str | None, str], other: str | None = None) -> Callable[[Any], str | None]:
-    """What a discriminator calls: the tag of the value of `key`, or else `other`, or else the value, for the error."""
+    """Return a discriminator that maps the value of `key` to its tag, else to `other` or, for errors, to itself."""
 
     def tag(given: Any) -> str | None:
         value = given.get(key) if isinstance(given, dict) else getattr(given, key, None)
@@ -261,11 +261,11 @@ def tag_by(key: str, tags: Mapping[str | None, str], other: str | None = None) -
     return tag
 
 
-_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # by the types of parts
+_MEDIA = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}  # media by types of parts
 
 
 def in_openai_form(part: Any) -> Any:
-    """A part of a chat in the forms of other APIs, without a type, or with a URL that is not in an object."""
+    """Convert a part of another API, without a type, or with a URL outside an object, to OpenAI's form."""
     part = as_part_of_chats(part)
     if not isinstance(part, dict):
         return part
@@ -279,7 +279,7 @@ def in_openai_form(part: Any) -> Any:
     key = f"{kind}_url"
     sources = [part[name] for name in (kind, key) if part.get(name) is not None]
     if len(sources) != 1:
-        return part | {"type": key}  # which is refused
+        return part | {"type": key}  # validation refuses it
     made = {name: value for name, value in part.items() if name not in (kind, key)} | {"type": key}
     return made | {key: {"url": sources[0]} if isinstance(sources[0], str | list) else sources[0]}
 
@@ -292,11 +292,11 @@ Part = Annotated[
     BeforeValidator(in_openai_form),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, min_length=1)]
-PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # clients and models leave some empty
+PartsOfHistory = Annotated[list[Part], Field(fail_fast=True)]  # some clients and models leave it empty
 
 
 class ThoughtPart(OpenModel):
-    """What a model thought before an earlier answer; no prompt has it."""
+    """The reasoning before an earlier answer, which is left out of prompts."""
 
     type: Literal[THOUGHTS]
 
@@ -312,7 +312,7 @@ class InputMessage(OpenModel):
         str,
         Field(
             pattern=r"^[\w-]{1,64}$",
-            description="system, developer (the same), user, or another one that the chat template writes.",
+            description="system or its synonym developer, user, or another role that the chat template supports.",
         ),
     ]
     misplaced = (*CONTENT, *OPTIONS, "output", "result", "documents")
@@ -326,7 +326,7 @@ class InputMessage(OpenModel):
 
 
 class ToolMessage(InputMessage):
-    """The result of a call; before there were tools, the role was "function"."""
+    """The result of a call; "function" is the older name of the role."""
 
     role: Literal["tool", "function"]
     content: str | PartsOfHistory | None = None
@@ -336,7 +336,7 @@ class ToolMessage(InputMessage):
 class CalledFunction(OpenModel):
     name: str
     arguments: Any = Field(
-        None, description="A JSON object, also as text. Whatever else a model has written is read as {}."
+        None, description="A JSON object, or its text. Anything else that a model has written is read as {}."
     )
 
 
@@ -358,7 +358,7 @@ class CustomCallOfHistory(OpenModel):
 
     @property
     def function(self) -> CalledFunction:
-        """The call as the model wrote it: of a function that takes `input`."""
+        """The call as the model wrote it, to a function with the parameter `input`."""
         return CalledFunction(name=self.custom.name, arguments=json.dumps({"input": self.custom.input}))
 
 
@@ -369,13 +369,13 @@ HistoryCall = Annotated[
 
 
 class HistoryMessage(InputMessage):
-    """An assistant message in the history, to which other servers have added what they know."""
+    """An assistant message of the history; fields that other servers added are ignored."""
 
     misplaced = ()
 
     role: Literal["assistant"]
     content: str | Annotated[list[PartOfAnswer], Field(fail_fast=True)] | None = None
-    refusal: str | None = Field(None, description="Read as the content, if there is none.")
+    refusal: str | None = Field(None, description="Used as the content if that is empty.")
     annotations: Ignored = None
     tool_calls: Annotated[list[HistoryCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     function_call: CalledFunction | None = Field(None, description="The older form of a single call.")
@@ -388,7 +388,7 @@ class HistoryMessage(InputMessage):
 
 
 def parts_of(messages: Sequence[InputMessage], kind: type[P]) -> Iterator[tuple[str, P]]:
-    """The parts of a kind with their paths in the request, in the order of the prompt."""
+    """Yield the parts of a kind with their paths in the request, in the order of the prompt."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, kind):

@@ -1,4 +1,4 @@
-"""Makes the engine's requests of conversations and texts, checked as far as is possible before media are fetched."""
+"""Converts conversations and texts to engine requests, and checks as much as possible before it fetches media."""
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ from mmvllm.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class PromptJob:
-    """A prompt that is made of a conversation once its images and videos have been fetched."""
+    """The prompt of a conversation; `request` fetches its images and videos and returns the engine's request."""
 
     request: Callable[[], Awaitable[Request]]
     images: Sequence[ImageReference]
@@ -37,7 +37,7 @@ class PromptJob:
     processor_kwargs: ProcessorKwargs | None
 
     def param_of(self, error: ValueError) -> str | None:
-        """The field of an image or a video, or an option of the prompt, to which an error of the engine refers."""
+        """Return the request field to which an engine error about an image, a video or the prompt refers, or None."""
         if (i := getattr(error, "image_index", None)) is not None:
             return self.images[i].param
         own = processor_param_of(error, self.processor_kwargs)
@@ -48,7 +48,7 @@ class PromptJob:
 
 
 class Truncatable(Protocol):
-    """A request whose prompts may be cut."""
+    """A request whose prompts may be truncated."""
 
     @property
     def truncate_prompt_tokens(self) -> int | None: ...
@@ -58,7 +58,7 @@ class Truncatable(Protocol):
 
 
 class PromptFactory:
-    """Makes the prompts of one server; raises ApiError for what cannot be one."""
+    """Creates the prompts of one server; raises ApiError for invalid ones."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self._engine, self._settings, self._media = engine, settings, MediaFetcher(settings)
@@ -74,9 +74,9 @@ class PromptFactory:
         image_params: Sequence[str] | None = None,
         keys: Mapping[str, Any] = MappingProxyType({}),
     ) -> PromptJob:
-        """The prompt of a conversation; `image_params` are the paths of its images in requests that are no chats.
+        """Return the prompt of a conversation; `image_params` are the paths of its images if the request is not a chat.
 
-        The engine's request has `keys`, too. The images and videos that it fetches are counted in `reservation`.
+        `keys` are added to the engine's request, and `reservation` counts the images and videos that it fetches.
         """
         self.check_trusted(body)
         num_messages = len(body.messages)  # the chat template starts each of them with at least one token
@@ -100,7 +100,7 @@ class PromptFactory:
     def of_texts(
         self, param: str, prompts: list[str | list[int]], body: Truncatable, keys: dict[str, Any], room: int = 0
     ) -> list[Request]:
-        """The engine's requests for prompts, cut if that is asked for: -1 leaves `room` tokens for a completion."""
+        """Return the engine's requests for prompts, truncated on request; -1 leaves `room` tokens for a completion."""
         most, truncation = self._engine.max_model_len, body.truncate_prompt_tokens
         if truncation is None and body.truncation_side is not None:
             message = "truncation_side needs truncate_prompt_tokens; give both"
@@ -113,18 +113,18 @@ class PromptFactory:
         else:
             cut = Truncation(max(1, most - room) if truncation < 0 else truncation, body.truncation_side or "left")
             keys = keys | {"truncate_prompt_tokens": cut.num_tokens, "truncation_side": cut.side}
-            # A million of them would be copied before they are cut.
+            # Truncate token ids here, because the engine would first copy a million of them.
             prompts = [one if isinstance(one, str) else cut.cut(one) for one in prompts]
         return [as_request(prompt) | keys for prompt in prompts] if keys else prompts
 
     def check_lengths(self, param: str, prompts: Iterable[str | list[int]], room: int = 1) -> None:
-        """Raise ApiError for a prompt that leaves fewer than `room` tokens."""
+        """Raise ApiError for a prompt that leaves fewer than `room` tokens for a completion."""
         with engine_errors(lambda error: (str(error), param)):
             for prompt in prompts:
                 self._length_limit.check(prompt, room=room)
 
     def check_trusted(self, body: ChatPrompt) -> None:
-        """Refuse what only clients may send that the server trusts."""
+        """Refuse fields that only trusted clients may send."""
         allowed = {
             "allow_special_tokens": (self._settings.allow_special_tokens, "--allow-special-tokens"),
             "chat_template": (self._settings.trusts_request_templates, "--trust-request-chat-template"),
@@ -151,5 +151,5 @@ def _check_number(noun: str, given: Sequence[object], most: int) -> None:
 
 
 def as_prompts(prompts: str | list) -> list[str | list[int]]:
-    """The prompts of a field that has one of four shapes: a text, token ids, or a list of these."""
+    """Return the prompts of a field that is a text, token ids, or a list of either."""
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts

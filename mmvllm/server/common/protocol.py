@@ -1,4 +1,4 @@
-"""Pydantic models of what the requests of several routes have: how to sample, conversations, options of processors.
+"""Pydantic models of request fields that several routes share: sampling, conversations, options of processors.
 
 Unknown fields are refused unless they cannot change a completion.
 """
@@ -21,9 +21,9 @@ from mmvllm.utils.text import some_of
 
 ALL_FRAMES = -1
 MAX_RATES = 64
-NO_LIMIT = -1  # of a completion's tokens, but for max_model_len
+NO_LIMIT = -1  # max_tokens of a completion that only max_model_len limits
 MAX_CHOICES = 16  # completions per prompt
-MAX_INPUTS = 2048  # of a request for embeddings, as in OpenAI's API
+MAX_INPUTS = 2048  # inputs per embedding request, as in OpenAI's API
 MAX_LOGPROBS = 20
 MAX_PARTS = 2048  # messages, content parts and calls of a request: each blocks the event loop for up to 0.01 ms
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1000  # length in characters: each new token is compared with every stop string
@@ -32,7 +32,7 @@ MAX_ALLOWED_IDS = 2**18  # more than a vocabulary has; reading them blocks the e
 MAX_TEMPLATE = 65_536  # characters
 MAX_SALT = 1024  # characters; the prefix cache stores the salt
 MAX_TEMPLATE_KWARGS = 16384  # characters as JSON: the template may write them into the prompt
-DEFAULT = "Default: that of the checkpoint's generation_config.json"
+DEFAULT = "Default: the value in the checkpoint's generation_config.json"
 ServedModel = Field(None, description="Default: the first name of the served model.")
 
 
@@ -55,7 +55,7 @@ def _check_token_limit(value: int) -> int:
 
 
 def _with_whole_ids(ids: Any) -> Any:
-    """Token ids that are written as 5.0, which is an integer in JSON, as integers."""
+    """Convert token ids that are written as 5.0, an integer in JSON, to int."""
     if not isinstance(ids, list) or float not in set(map(type, ids)):
         return ids
     return [int(one) if isinstance(one, float) and -INT64 < one < INT64 and one.is_integer() else one for one in ids]
@@ -66,7 +66,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 
 
 def _check_bias_keys(value: Any) -> Any:
-    """Refuse all keys that are no token ids in one error."""
+    """Refuse keys that are not token ids, with one error for all of them."""
     if isinstance(value, dict):
         wrong = [key for key in value if isinstance(key, str) and not _TOKEN_ID.fullmatch(key)]
         if wrong:
@@ -123,18 +123,18 @@ class StreamOptions(StrictModel):
 
 
 class ProcessorKwargs(StrictModel):
-    """vLLM's arguments for the processors of images and videos, with the meaning that they have in transformers.
+    """vLLM's arguments for the image and video processors, with their meaning in transformers.
 
-    `size` with `shortest_edge` and `longest_edge` is another spelling of `min_pixels` and `max_pixels`; `fps` may be a
-    list of the rate of each video.
+    `size` with `shortest_edge` and `longest_edge` is an alias of `min_pixels` and `max_pixels`; `fps` may be a list
+    with a rate for each video.
     """
 
     fps: Rate | Annotated[list[Rate], Field(fail_fast=True, max_length=MAX_RATES)] | None = Field(
         None, description="Frames to take per second of a video, or of each video."
     )
     num_frames: Size | None = Field(None, description="Frames to take of a video, in place of fps.")
-    min_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
-    max_pixels: Size | None = Field(None, description="As the checkpoint's, of videos and images.")
+    min_pixels: Size | None = Field(None, description="Replaces the checkpoint's limit for videos and images.")
+    max_pixels: Size | None = Field(None, description="Replaces the checkpoint's limit for videos and images.")
     do_sample_frames: bool | None = Field(None, description="false takes all frames of a video.")
     jpeg_draft: bool | None = Field(
         None, description="Decode large JPEGs at a reduced scale, which is faster and changes pixel values."
@@ -151,7 +151,7 @@ class ProcessorKwargs(StrictModel):
 
 class VideoIoKwargs(StrictModel):
     fps: Rate | None = None
-    num_frames: Size | Literal[-1] | None = Field(None, description="-1: all, or as many as fps says.")
+    num_frames: Size | Literal[-1] | None = Field(None, description="-1 takes all frames, or as many as fps selects.")
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
@@ -160,14 +160,14 @@ class VideoIoKwargs(StrictModel):
         return self
 
     def as_processor_kwargs(self) -> dict[str, Any]:
-        """The equivalent fields of `mm_processor_kwargs`."""
+        """Return the equivalent fields of `mm_processor_kwargs`."""
         if self.num_frames == ALL_FRAMES:
             return {"do_sample_frames": False} if self.fps is None else {"fps": self.fps}
         return {"fps": self.fps, "num_frames": self.num_frames}
 
 
 class MediaIoKwargs(StrictModel):
-    """vLLM's arguments for reading media: other names of fields of `mm_processor_kwargs`, which win."""
+    """vLLM's arguments for reading media, an alias of `mm_processor_kwargs`, which takes precedence."""
 
     video: VideoIoKwargs | None = None
     image: Ignored = None  # images are RGB in any case
@@ -175,7 +175,7 @@ class MediaIoKwargs(StrictModel):
 
 
 class SamplingRequest(StructuredFields):
-    """The fields of all routes that complete."""
+    """Request fields of all routes that generate completions."""
 
     model: str | None = ServedModel
     temperature: float | None = Field(None, ge=0, le=2, description=f"{DEFAULT}, else 1.")
@@ -190,7 +190,7 @@ class SamplingRequest(StructuredFields):
         None,
         ge=1,
         le=MAX_CHOICES,
-        description="Completions to generate, of which the n most likely per token are returned.",
+        description="Completions to generate; the n with the highest log-probability per token are returned.",
     )
     seed: int | None = Field(None, description="Any integer.")
     stop: Stop | Stops | None = None
@@ -198,7 +198,7 @@ class SamplingRequest(StructuredFields):
     min_tokens: int | None = Field(None, ge=0, lt=INT64)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default: true.")
-    include_stop_str_in_output: bool | None = Field(None, description="End the text with what stopped it.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string or token in the text.")
     stop_on_repetition: bool | None = Field(
         None, description='End choices that repeat themselves, with finish_reason "repetition".'
     )
@@ -215,13 +215,13 @@ class SamplingRequest(StructuredFields):
     allowed_token_ids: AllowedTokenIds | None = None
     bad_words: BadWordList | None = None
     no_repeat_ngram_size: int | None = Field(None, ge=0, lt=INT64)
-    # Extensions of vLLM, accepted with the values that describe what this server does anyway.
+    # Extensions of vLLM.
     priority: Priority | None = Field(None, description=PRIORITY)
     use_beam_search: bool | None = Field(None, description="Beam search with beam_width, else best_of, else n beams.")
     beam_width: int | None = Field(None, ge=1, lt=INT64, description="Beam search with this many beams.")
-    length_penalty: float | None = Field(None, ge=-10, le=10, description="Of beam search. Default: 1.")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="Of beam search. Default: false.")
-    truncate_prompt_tokens: Literal[-1] | None = None  # to what fits: a prompt that does not is refused
+    length_penalty: float | None = Field(None, ge=-10, le=10, description="For beam search. Default: 1.")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="For beam search. Default: false.")
+    truncate_prompt_tokens: Literal[-1] | None = None  # no effect: a prompt that does not fit is refused
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Name tokens by their ids, "token_id:5", in log-probabilities.'
     )
@@ -236,7 +236,7 @@ class SamplingRequest(StructuredFields):
 
 
 class ChatPrompt(StrictModel):
-    """The fields that make a prompt of messages."""
+    """Request fields from which a prompt is built."""
 
     messages: Messages
     tools: Tools | None = None
@@ -254,12 +254,12 @@ class ChatPrompt(StrictModel):
     )
     mm_processor_kwargs: ProcessorKwargs | None = None
     chat_template_kwargs: TemplateKwargs | None = Field(
-        None, description="Arguments of the chat template, such as enable_thinking; they come before the server's own."
+        None, description="Arguments of the chat template, such as enable_thinking; they override the server's."
     )
     reasoning_effort: ReasoningEffort | None = Field(
         None,
-        description="The argument reasoning_effort of the chat template, whose enable_thinking it sets to true; none "
-        "sets that to false. chat_template_kwargs win.",
+        description="Passed to the chat template as reasoning_effort, with enable_thinking true; none only sets "
+        "enable_thinking to false. chat_template_kwargs take precedence.",
     )
     media_io_kwargs: MediaIoKwargs | None = None
     add_generation_prompt: bool | None = Field(
@@ -285,7 +285,7 @@ class ChatPrompt(StrictModel):
 
 
 def prompt_tag(prompt: Any) -> str:
-    """The shape that the client meant, so that the error refers to that one."""
+    """Return the shape of prompt that the client meant, so that errors refer to it."""
     if not isinstance(prompt, list):
         return "a string"
     tags = {int: "token ids", float: "token ids", list: "lists of ids"}

@@ -1,4 +1,4 @@
-"""A line of JSON for each completion request when it ends, with `--log-requests`."""
+"""Logs a line of JSON for each completion request when it ends, with `--log-requests`."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ MAX_HEADER = 256  # characters of a `traceparent`, which has 55
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request while it is served."""
+    """The facts for the log line of a request, collected while it is served."""
 
     job: CompletionJob
     request_id: str
@@ -39,11 +39,11 @@ class RequestRecord:
         return [one for output in outputs for one in output.completions]
 
     def fail(self, error: ApiError) -> None:
-        """Note how the request was refused, or what happened to it."""
+        """Record the status and the code of an error."""
         self.status, self.error = error.status_code, error.code or "invalid_request"
 
     def forget_logprobs(self) -> None:
-        """Drop log-probabilities once a response has them: it may wait for a slow client, and they take more memory."""
+        """Drop log-probabilities once the response is serialized; a slow client would keep them in memory."""
         for output in self.outputs:
             output.prompt_logprobs = None
         for completion in self.completions:
@@ -54,7 +54,7 @@ class RequestLog:
     """Writes lines to the logger `mmvllm.requests`.
 
     Args:
-        mode: "facts" for what tells nothing of a prompt, "full" for the texts of prompt and completions, too.
+        mode: "facts" logs no content, "full" also logs the texts of prompts and completions; None logs nothing.
     """
 
     def __init__(self, mode: str | None):
@@ -67,7 +67,7 @@ class RequestLog:
         if self._mode is None:
             return
         facts = _facts(record) | (_texts(record) if self._mode == "full" else {})
-        # ASCII: neither line breaks nor control characters of a terminal can come from a client.
+        # ASCII, so that clients cannot inject line breaks or control characters of a terminal.
         line = json.dumps(facts).replace("\x7f", "\\u007f")
         logger.info("request %s", line)
 
@@ -95,7 +95,7 @@ def _tokens(outputs: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _seconds(record: RequestRecord) -> dict[str, float | None]:
-    """The times of a request; the longest of several prompts."""
+    """Return the times of a request, for several prompts the longest ones."""
     metrics = [output.metrics for output in record.outputs]
     return {
         "preparation_s": _longest(each.preparation_time for each in metrics),

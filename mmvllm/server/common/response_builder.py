@@ -1,4 +1,4 @@
-"""What the builders of OpenAI responses have in common: deltas of a choice, token counts, fields about a prompt."""
+"""Code that the builders of OpenAI responses share: deltas of a choice, token counts, fields about the prompt."""
 
 import time
 import uuid
@@ -15,11 +15,11 @@ from mmvllm.server.errors import ApiError
 
 FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "repetition": "repetition"}
 NO_LOGPROB = -9999.0  # JSON has no infinity
-MAX_LOGPROBS_OF_RESPONSE = 2**17  # of all tokens and the likely ones beside them: validating them takes a second
+MAX_LOGPROBS_OF_RESPONSE = 2**17  # including the likely tokens beside each; validating them takes a second
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Total token counts over all prompts and completions."""
+    """Return the total token counts of all prompts and completions."""
     prompt = sum(output.num_prompt_tokens for output in outputs)
     completion = sum(len(one.token_ids) for output in outputs for one in output.completions)
     details = {
@@ -36,7 +36,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 class RunningUsage:
-    """Token counts while a response is streamed, as vLLM's `continuous_usage_stats` reports them."""
+    """Counts tokens while a response is streamed, for vLLM's `continuous_usage_stats`."""
 
     def __init__(self, choices_per_prompt: int):
         self._choices_per_prompt = choices_per_prompt
@@ -44,7 +44,7 @@ class RunningUsage:
         self._completion_tokens = 0
 
     def count_prompt(self, index: int, delta: Delta) -> dict[str, int]:
-        """Count the prompt of a choice, of which nothing is written yet; return the counts so far."""
+        """Count the prompt of a choice before its first token; return the counts so far."""
         self._prompt_tokens[index // self._choices_per_prompt] = delta.num_prompt_tokens
         prompt, completion = sum(self._prompt_tokens.values()), self._completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -66,7 +66,7 @@ class ChoiceBuffer:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     boxes: tuple[Box | Point, ...] = ()
-    output: RequestOutput | None = None  # of the request, once it has finished
+    output: RequestOutput | None = None  # set when the request has finished
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
@@ -82,10 +82,10 @@ class ResponseBuilder:
     kind: str
     chunk_kind: str
     id_prefix: str
-    prompt_field: str  # of the request
-    logprobs_field = "logprobs"  # of the request
-    repeats_prompt = True  # for each choice, if its log-probabilities are shown
-    end: str | None = "[DONE]"  # of a stream
+    prompt_field: str  # the request field with the prompt
+    logprobs_field = "logprobs"  # the request field for the number of log-probabilities
+    repeats_prompt = True  # whether every choice has the log-probabilities of the prompt
+    end: str | None = "[DONE]"  # data that ends a stream
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class ResponseBuilder:
         names_tokens_by_id: bool = False,
         shows_times: bool = False,
     ):
-        """Shows the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
+        """Show the `top_logprobs` most likely tokens for each sampled one; None shows no log-probabilities.
 
-        `prompt_logprobs` is the same for the prompt's tokens, in a separate field. `names_tokens_by_id` shows
-        "token_id:5" in place of the texts of tokens, of which several may be equal. `shows_times` adds `RequestTimes`
-        to the response, or to the last chunk with the usage, if there is one choice.
+        `prompt_logprobs` does the same for the prompt's tokens, in a separate field. `names_tokens_by_id` shows
+        "token_id:5" in place of texts, which several tokens may share. `shows_times` adds `RequestTimes` to the
+        response, or to the last chunk with the usage, if there is one choice.
         """
         self.model = model
         self._head = {
@@ -143,19 +143,19 @@ class ResponseBuilder:
         return self._head["id"]
 
     def last_chunks(self, usage: Usage, includes_usage: bool) -> list[dict]:
-        """The chunks that end a stream."""
+        """Return the chunks that end a stream."""
         chunk = self._head | {"object": self.chunk_kind, "choices": [], "usage": usage.model_dump()}
         return [chunk | self._times()] if includes_usage else []
 
     def error_chunk(self, error: ApiError) -> dict:
-        """The chunk that ends a stream with an error."""
+        """Return the chunk that ends a stream with an error."""
         return error.content()
 
     def _chunk(self, choice: dict) -> dict:
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
 
     def _times(self) -> dict[str, dict[str, float | None]]:
-        """The field `metrics`, if it is asked for and there is one choice."""
+        """Return the field `metrics` if it is enabled and there is one choice."""
         if not self._shows_times or len(self._outputs) != 1 or len(self._outputs[0].completions) != 1:
             return {}
         found = self._outputs[0].metrics
@@ -176,7 +176,7 @@ class ResponseBuilder:
         return {"prompt_token_ids": token_ids} if self._returns_token_ids else {}
 
     def _of_prompt(self, output: RequestOutput) -> dict[str, list]:
-        """The fields about the prompt that are asked for: its token ids, and its log-probabilities as vLLM has them."""
+        """Return the requested fields about the prompt: its token ids, and its log-probabilities in vLLM's form."""
         fields = self._prompt_token_ids(output.prompt_token_ids)
         if self._prompt_logprobs is not None:
             found = output.prompt_logprobs
@@ -184,9 +184,9 @@ class ResponseBuilder:
         return fields
 
     def _shown(self, found: LogprobsById) -> dict[str, PromptLogprob]:
-        """The token itself, and as many of the most likely ones as were asked for.
+        """Return the entries of a prompt token and of the requested number of most likely tokens.
 
-        They are validated one by one: all of a response together would keep the event loop waiting for a second.
+        They are validated one by one; validating a whole response would keep the event loop waiting for a second.
         """
         items = islice(enumerate(found.items()), self._prompt_logprobs + 1)
         return {
@@ -201,19 +201,19 @@ class ResponseBuilder:
 def check_num_values(number: int, field: str, others: str) -> None:
     """Raise ApiError for too many log-probabilities; the message says to lower `field`, or one of `others`."""
     if number > MAX_LOGPROBS_OF_RESPONSE:
-        message = f"more than {MAX_LOGPROBS_OF_RESPONSE} log-probabilities are not put into a response"
+        message = f"a response may have at most {MAX_LOGPROBS_OF_RESPONSE} log-probabilities"
         raise ApiError(400, f"{message}; lower {field}, {others}", param=field)
 
 
 def top_of(logprobs: LogprobsById, number: int | None) -> list[tuple[int, float]]:
-    """The most likely tokens, which need not include the sampled one."""
+    """Return the `number` most likely tokens, which may lack the sampled one."""
     return sorted(logprobs.items(), key=lambda item: -item[1])[:number]
 
 
 def shown_logprobs(
     entries: Sequence[LogprobsById], number: int, tokenizer: Any, names_by_id: bool = False
 ) -> list[dict]:
-    """The log-probabilities of tokens, and of the `number` most likely ones, as chats and responses have them."""
+    """Return the log-probabilities of tokens, and of the `number` most likely ones, in the form of chats."""
 
     def entry(token_id: int, logprob: float) -> dict:
         data = token_bytes(tokenizer, token_id)
@@ -234,7 +234,7 @@ def call_id() -> str:
 
 
 def token_name(token_id: int, data: bytes, by_id: bool) -> str:
-    """What log-probabilities call a token: its text, or its id, as in vLLM.
+    """Return the name of a token in log-probabilities: its text, or its id as in vLLM.
 
     Incomplete UTF-8 is escaped as in OpenAI's API, "bytes:\\xf0\\x9f".
     """

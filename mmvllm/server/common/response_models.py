@@ -1,4 +1,4 @@
-"""Pydantic models of what the responses of several routes have."""
+"""Pydantic models that the responses of several routes share."""
 
 from typing import Literal
 
@@ -19,19 +19,19 @@ class Usage(BaseModel):
 
 
 class RequestTimes(BaseModel):
-    """The times of a request with one choice, by vLLM's names.
+    """The times of a request with one choice, under vLLM's names.
 
-    Null where the request has no first token, or no second one.
+    A time is null if the request lacks the first or second token that it depends on.
     """
 
     queue_time_ms: float | None
     time_to_first_token_ms: float | None
     generation_time_ms: float | None  # from the first token until the last
-    mean_itl_ms: float | None  # between two tokens
-    tokens_per_second: float | None  # after the first
+    mean_itl_ms: float | None  # mean time between two tokens
+    tokens_per_second: float | None  # tokens after the first
 
 
-OMITTED = Field(None, exclude_if=lambda value: value is None)  # where there is none
+OMITTED = Field(None, exclude_if=lambda value: value is None)  # the field is omitted if it is None
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "repetition"]  # the last as in vLLM, on request
 StopReason = str | int | None  # the stop string or token that ended a choice, as in vLLM
 
@@ -42,7 +42,7 @@ class PromptLogprob(BaseModel):
     decoded_token: str | None
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of the prompt, by token id
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # for each token of the prompt, keyed by token id
 
 
 class ErrorDetail(BaseModel):
@@ -56,6 +56,6 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-# Of the documentation of routes.
+# Arguments `responses` of routes, for the OpenAPI schema.
 ERRORS = {"default": {"model": ErrorResponse, "description": "An OpenAI error object"}}
 STREAMS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}} | ERRORS

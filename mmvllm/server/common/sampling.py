@@ -1,4 +1,4 @@
-"""The sampling parameters of a request."""
+"""Converts the sampling fields of a request to `SamplingParams`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,7 +18,7 @@ PARAMS_OF_BOTH_APIS = (
     *("skip_special_tokens", "include_stop_str_in_output"),
     *("best_of", "beam_width", "length_penalty", "early_stopping"),
 )
-# The engine's default is greedy. The other defaults are the same in both APIs.
+# The engine samples greedily by default. Its other defaults equal OpenAI's.
 OPENAI_DEFAULTS = MappingProxyType({"temperature": 1.0})
 
 
@@ -29,15 +29,15 @@ def sampling_params(
     logprobs: int | None,
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> SamplingParams:
-    """The parameters of a completion, with `defaults` for those that are left out or null.
+    """Return the sampling parameters of a request, with `defaults` for fields that are omitted or null.
 
-    `own` are further parameters, which the route makes of its fields. Raises ApiError for invalid ones.
+    `own` has additional parameters that the route derives from its fields. Raises ApiError for invalid values.
     """
     given = {name: value for name in PARAMS_OF_BOTH_APIS if (value := getattr(body, name)) is not None}
     if body.logprob_token_ids:
         logprobs = 0  # in place of the most likely tokens, as in vLLM
     _set_beam_width(given, body.use_beam_search)
-    if "beam_width" in given and own:  # beam search reads no prompts
+    if "beam_width" in given and own:  # beam search has no log-probabilities of prompts
         if logprobs is not None:
             message = "echo with logprobs cannot be used with beam search; leave one of them out"
             raise ApiError(400, message, param="echo")
@@ -56,7 +56,7 @@ def sampling_params(
 
 
 def _set_beam_width(given: dict[str, Any], use_beam_search: bool | None) -> None:
-    if use_beam_search:  # vLLM's width: best_of, in earlier versions, or n
+    if use_beam_search:  # as in vLLM, the width is best_of (in earlier versions) or n
         given["beam_width"] = given.get("beam_width") or given.pop("best_of", None) or given.get("n", 1)
     elif use_beam_search is False and "beam_width" in given:
         message = f"beam_width is {given['beam_width']}, but use_beam_search is false; leave one of them out"

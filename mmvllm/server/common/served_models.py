@@ -1,4 +1,4 @@
-"""The models that a server serves: the engine's under its names, and LoRA adapters by names of their own."""
+"""The model names that a server serves: names of the engine's model, and names of LoRA adapters."""
 
 import asyncio
 import os
@@ -12,14 +12,15 @@ from mmvllm.lora import LoRARequest
 from mmvllm.server.errors import ApiError, model_not_found
 from mmvllm.server.settings import ServerSettings
 
-# Not the event loop's own threads, which data URIs need: expressions of an adapter may hold these for half a minute.
+# Not the event loop's default threads, which data URIs need: the patterns of an adapter may take seconds to match.
 _LOADERS = ThreadPoolExecutor(2, thread_name_prefix="mmvllm-adapter")
 
 
 class ServedModels:
-    """Changed and read in one event loop only. Raises RequestError for an adapter that cannot be used.
+    """The models of one server by name, for use in one event loop only.
 
-    `created` has the time, in seconds since the epoch, at which each name began to serve what it serves now.
+    Raises RequestError for an adapter that cannot be used. `created` maps each name to the time, in seconds since the
+    epoch, when its current model or adapter was added.
     """
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
@@ -36,11 +37,11 @@ class ServedModels:
         return self._engine.max_model_len
 
     def names(self) -> list[str]:
-        """All names, the model's first."""
+        """Return all names; the names of the engine's model come first."""
         return [*self._names, *self._adapters]
 
     def find(self, given: str | None) -> tuple[str, LoRARequest | None]:
-        """The name that a request gives, or else the model's first one; and the adapter that has this name, if one has.
+        """Return the requested name, by default the model's first one, and the adapter with this name, if any.
 
         Raises ApiError for a name that is not served.
         """
@@ -50,11 +51,11 @@ class ServedModels:
         return name, self._adapters.get(name)
 
     async def load(self, name: str, path: str, replaces: bool = False) -> None:
-        """Serve one more adapter, or another in place of the one that has the name, if it `replaces` that.
+        """Load an adapter and serve it under a name; `replaces` permits replacing an adapter with the same name.
 
-        Raises ApiError if it cannot be used, or its name is taken.
+        Raises ApiError if the adapter cannot be used or the name is taken.
         """
-        run = partial(asyncio.get_running_loop().run_in_executor, _LOADERS)  # a folder may be on a host that hangs
+        run = partial(asyncio.get_running_loop().run_in_executor, _LOADERS)  # the folder may be on a host that hangs
         try:
             self._check_free(name, replaces)
             self._loading.add(name)
@@ -68,7 +69,7 @@ class ServedModels:
             raise ApiError(400, str(error), param=error.param) from None
 
     def unload(self, name: str) -> None:
-        """Serve an adapter no more; requests in flight keep it. Raises ApiError for a name that is not an adapter's."""
+        """Stop serving an adapter; requests in flight keep it. Raises ApiError if no adapter has the name."""
         if name not in self._adapters:
             raise ApiError(404, f"the adapter {name!r:.100} is not loaded", param="lora_name", code="model_not_found")
         del self._adapters[name], self.created[name]

@@ -1,4 +1,4 @@
-"""What the routes share that give the engine work: its settings and limits, and how a job becomes a response."""
+"""State and helpers that the routes for generation and embeddings share, such as the response to a job."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,14 +23,14 @@ from mmvllm.server.metrics.metrics import Metrics
 from mmvllm.server.settings import ServerSettings
 
 T = TypeVar("T")
-_BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would make the event loop wait for each of them
-# Fields whose schemas and grammars are looked into.
+_BUILDING = ThreadPoolExecutor(1, "mmvllm-build")  # several threads would compete with the event loop for the GIL
+# Fields with schemas or grammars, which may take long to check.
 _COSTLY = (*StructuredFields.model_fields, "tools", "functions", "text")
-MAX_LOGPROBS_OF_CANDIDATES = 2**21  # of a request: 0.3 GB
+MAX_LOGPROBS_OF_CANDIDATES = 2**21  # per request; they take 0.3 GB
 
 
 class Serving:
-    """The engine as the routes of one server see it; methods raise ApiError for invalid requests."""
+    """The engine, settings and models behind the routes of one server; methods raise ApiError for invalid requests."""
 
     def __init__(
         self, engine: AsyncLLM, settings: ServerSettings, models: ServedModels, metrics: Metrics, decoder: MediaDecoder
@@ -43,16 +43,16 @@ class Serving:
 
     @property
     def route_class(self) -> type[StrictRoute]:
-        """How the bodies of requests are read."""
+        """The class of the routes, which determines how they parse request bodies."""
         return LenientRoute if self.settings.ignores_unknown_fields else StrictRoute
 
     async def respond(self, make: Callable[..., CompletionJob], body: Any, *args: Any) -> JobResponse:
-        """The response to the job that `make` makes of a body."""
+        """Return the response to the job that `make` creates from a body."""
         job = await self.built(make, body, *args)
         return JobResponse(job, self.engine, self.settings, self._metrics, self._decoder, self._log)
 
     async def built(self, make: Callable[..., T], body: Any, *args: Any) -> T:
-        """What `make` makes of a body; a thread calls it if that may take long."""
+        """Return `make(body, *args)`; a thread calls it if that may take long."""
         if not any(getattr(body, name, None) for name in _COSTLY):
             return make(body, *args)
         return await asyncio.get_running_loop().run_in_executor(_BUILDING, make, body, *args)
@@ -62,12 +62,12 @@ class Serving:
         request: Request | Callable[[], Awaitable[Request]],
         format_error: Callable[[ValueError], tuple[str, str | None]],
     ) -> list[int]:
-        """The tokens that the engine would be given; `format_error` writes an error for the client."""
+        """Return the prompt tokens that the engine would process; `format_error` words an error for the client."""
         with engine_errors(format_error), self._decoder.session() as load:
             return await self.engine.tokenize(request, timeout=self.settings.request_timeout, load=load)
 
     def model_of(self, name: str | None, priority: int | None) -> tuple[str, dict[str, Any]]:
-        """The name of the model that a request asks for, and keys of the engine's requests."""
+        """Return the name of the requested model, and the keys that the engine's requests need for it."""
         model, adapter = self.models.find(name)
         keys = {"priority": priority, "lora_request": adapter}
         if priority and self.settings.scheduling_policy != "priority":
@@ -76,7 +76,7 @@ class Serving:
         return model, {name: value for name, value in keys.items() if value}
 
     def streaming(self, body: SamplingRequest) -> dict[str, bool]:
-        """The fields of a job that say how its response is streamed."""
+        """Return the fields of a `CompletionJob` that control streaming."""
         if body.stream and body.prompt_logprobs is not None:  # as in vLLM
             raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:
@@ -89,8 +89,10 @@ class Serving:
         }
 
     def check_candidates(self, params: SamplingParams, num_prompts: int, builder: ResponseBuilder) -> None:
-        """Refuse completions among which the engine chooses at their end, until when nothing is sent, if their
-        log-probabilities take too much memory."""
+        """Refuse best_of and beam search if the log-probabilities of all candidates take too much memory.
+
+        The engine keeps them until it chooses among the candidates at the end.
+        """
         if not params.chooses_at_end or params.num_logprobs is None:
             return
         num_tokens = num_prompts * params.num_seqs * min(params.max_tokens, self.engine.max_model_len)

@@ -1,4 +1,4 @@
-"""The fields of a request that say what the text of a completion must be: OpenAI's `response_format`, and vLLM's."""
+"""Request fields for structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ Schema = Annotated[dict[str, Any] | str, BeforeValidator(_require_schema)]
 
 class NamedSchema(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    description: Ignored = None  # the prompt says what is wanted
+    description: Ignored = None  # not shown to the model
     schema_: Schema = Field(alias="schema")
     strict: Flag = Field(None, description="The schema is enforced in any case.")
 
@@ -50,17 +50,17 @@ class StructuredOutputs(StrictModel):
     grammar: Text | None = None
     whitespace_pattern: str | None = None
     structural_tag: Unsupported = None
-    disable_any_whitespace: bool | None = Field(None, description='The same as whitespace_pattern "", if true.')
+    disable_any_whitespace: bool | None = Field(None, description='true is an alias of whitespace_pattern "".')
     disable_additional_properties: Unsupported = None
     disable_fallback: Ignored = None
 
 
 class StructuredFields(StrictModel):
-    """The fields of all routes that complete."""
+    """Request fields for structured output, on all routes that generate completions."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # The older names of vLLM's.
+    # vLLM's older names of these fields.
     guided_json: Schema | None = None
     guided_json_object: bool | None = None
     guided_regex: Text | None = None
@@ -72,22 +72,22 @@ class StructuredFields(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class StructuredField:
-    """What a request asks for, by the names of StructuredOutputsParams, and the paths of its fields in the request."""
+    """The structured output of a request: values and request paths, keyed by names of StructuredOutputsParams."""
 
     values: dict[str, Any]
     paths: dict[str, str]
 
     @property
     def path(self) -> str:
-        """The field that is to blame for the whole."""
+        """The top-level request field, for errors about the whole."""
         return next(iter(self.paths.values())).partition(".")[0]
 
     def params(self) -> StructuredOutputsParams | None:
-        """Raises RequestError that names the fields of StructuredOutputsParams; `format_error` names the request's."""
+        """Return the parameters, or None; raises RequestError, which `format_error` words for the client."""
         return as_structured(self.values) if self.values else None
 
     def format_error(self, error: ValueError) -> tuple[str, str] | None:
-        """Message and path of an error about what is asked for; None for other errors."""
+        """Return the message and the request path of an error about these values, or None for other errors."""
         param = getattr(error, "param", None) or ""
         kind, _, name = param.partition(".")
         if kind != "structured":
@@ -96,12 +96,12 @@ class StructuredField:
         return str(error).replace(param, path, 1), path
 
     def renamed(self, names: Mapping[str, str]) -> "StructuredField":
-        """A copy with the paths of the original request, by `names`."""
+        """Return a copy whose paths are renamed by `names` to the paths in the client's request."""
         return StructuredField(self.values, {name: renamed(path, names) for name, path in self.paths.items()})
 
 
 def structured_field(body: StructuredFields) -> StructuredField:
-    """What a request asks for; raises RequestError if it does so in two ways, or by halves."""
+    """Return the structured output of a request; raises RequestError if fields conflict or one is incomplete."""
     guided = {name: getattr(body, f"guided_{name}") for name in NAMES}
     fields = (_of_format(body.response_format), _of_outputs(body.structured_outputs), _of_guided(guided))
     asked = [field for field in fields if field is not None]

@@ -32,7 +32,7 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 ANY_PARAMETERS = {"type": "object", "additionalProperties": True}
-MAX_VALUES_IN_LOOP = 32_768  # of tools, or of the arguments of a template; looking at them takes the event loop 30 ms
+MAX_VALUES_IN_LOOP = 32_768  # of tools, or of template arguments; checking them blocks the event loop for 30 ms
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -58,7 +58,7 @@ class FreeText(StrictModel):
 
 
 class CustomDefinition(OpenModel):
-    """A tool whose input is a text; the model sees a function that takes it as `input`."""
+    """A tool whose input is a text; the model sees a function with the parameter `input`."""
 
     misplaced = (*FunctionDefinition.misplaced, "parameters", "strict")
 
@@ -82,7 +82,7 @@ class CustomToolDefinition(OpenModel):
 
     @cached_property
     def function(self) -> FunctionDefinition:
-        """What the model sees."""
+        """The function that the model sees."""
         return FunctionDefinition(name=self.custom.name, description=self.custom.description, parameters=_INPUT)
 
 
@@ -123,13 +123,13 @@ class AllowedToolsChoice(StrictModel):
 
 
 def by_form(tags: Mapping[str, str]) -> Discriminator:
-    """Tells the forms of `tool_choice`, of which `tags` has those by type that are no function, for its errors."""
+    """Return the discriminator of `tool_choice`; `tags` maps the types of choices other than functions to tags."""
     tag = tag_by("type", tags, "a function")
     return Discriminator(lambda choice: tag(choice) if isinstance(choice, dict | BaseModel) else "a word")
 
 
 def check_size(tools: Any) -> Any:
-    """Refuse what would keep the event loop busy: the prompt has to show it, and would not fit."""
+    """Refuse values that would keep the event loop busy; the prompt would have to show them, and would not fit."""
     if has_more_values(tools, MAX_VALUES_IN_LOOP):
         raise PydanticCustomError("too_many_values", f"has more than {MAX_VALUES_IN_LOOP} values")
     return tools
@@ -161,11 +161,11 @@ class ToolUse:
     """How a request uses its tools.
 
     Args:
-        tools: those that the prompt describes.
-        names: of the functions whose calls are looked for in a completion.
-        custom: the names of the request's custom tools.
-        params: the request's sampling parameters, with what its tools demand of the completion.
-        field: where that comes from, if there is such a demand.
+        tools: the tools that the prompt describes.
+        names: names of the functions whose calls are parsed from a completion.
+        custom: names of the request's custom tools.
+        params: the request's sampling parameters, with the constraints that its tools impose on the completion.
+        field: the request field with these constraints, if there are any.
     """
 
     params: SamplingParams
@@ -176,7 +176,7 @@ class ToolUse:
 
 
 def demands_call(choice: ToolChoice | None) -> bool:
-    """Whether the completion has to be a call."""
+    """Return whether the completion must be a call."""
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedToolsChoice) else choice
     return mode not in (None, "none", "auto")
 
@@ -188,7 +188,7 @@ def use_of(
     params: SamplingParams,
     tokenizer: Any,
 ) -> ToolUse:
-    """Raises ApiError for a choice that the tools do not allow, and for schemas that cannot be enforced."""
+    """Return the `ToolUse`; raises ApiError for an invalid choice, and for schemas that cannot be enforced."""
     given = prompt_tools(tools)
     names = [tool["function"]["name"] for tool in given]
     _check_choice(choice, names)
@@ -199,7 +199,7 @@ def use_of(
     custom = frozenset(tool.function.name for tool in tools if isinstance(tool, CustomToolDefinition))
     enforced = [tool.function.name in names and (demands_call(choice) or bool(tool.function.strict)) for tool in tools]
     _check_schemas(given, enforced)
-    if isinstance(choice, AllowedToolsChoice):  # the model sees no others
+    if isinstance(choice, AllowedToolsChoice):  # the model sees no other tools
         is_allowed = [tool["function"]["name"] in names for tool in given]
         given, enforced = [*compress(given, is_allowed)], [*compress(enforced, is_allowed)]
     grammar = None
@@ -213,7 +213,7 @@ def use_of(
         grammar = tool_call_grammar(chosen, tokenizer, is_parallel)
     _check_beam_search(params, is_restricted=grammar is not None or not is_parallel)
     if not is_parallel and not demands_call(choice) and params.structured is None:
-        params = replace(params, stop=(*params.stop, END))  # a completion of text and a single call ends with it
+        params = replace(params, stop=(*params.stop, END))  # the end of the first call ends the completion
     if grammar is None:
         return ToolUse(params, given, frozenset(names), custom)
     field = StructuredField({"grammar": grammar}, {"grammar": "tools"})
@@ -229,7 +229,7 @@ def _structured(params: SamplingParams, field: StructuredField) -> SamplingParam
 
 
 def prompt_tools(tools: Sequence[Tool] | None) -> list[dict]:
-    """The tools as a prompt describes them; raises ApiError for two with one name."""
+    """Return the tools as a prompt describes them; raises ApiError if two have the same name."""
     functions = [tool.function.model_dump(exclude_none=True, exclude={"strict"}) for tool in tools or ()]
     given = [{"type": "function", "function": function} for function in functions]
     _check_names(tools or ())
@@ -241,12 +241,12 @@ def _check_names(tools: Sequence[Tool]) -> None:
     for i, tool in enumerate(tools):
         if (name := tool.function.name) in names:
             path = f"tools[{i}].{tool.type}.name"
-            raise ApiError(400, f"{path} is {name!r}, as that of another tool", param=path)
+            raise ApiError(400, f"{path} is {name!r}, the name of another tool", param=path)
         names.add(name)
 
 
 def _allowed_names(choice: ToolChoice | None) -> dict[str, str]:
-    """Paths in the request by the names of the functions to which a choice is limited; empty where it is not."""
+    """Map the functions to which a choice is limited to their request paths; empty if it is not limited."""
     if isinstance(choice, NamedChoice):
         return {_name_of(choice): f"tool_choice.{choice.type}.name"}
     allowed = choice.allowed_tools.tools if isinstance(choice, AllowedToolsChoice) else ()
@@ -275,7 +275,7 @@ def _check_beam_search(params: SamplingParams, is_restricted: bool) -> None:
 def _check_schemas(tools: Sequence[dict], enforced: Sequence[bool]) -> None:
     schemas = [tool["function"].get("parameters") for tool in compress(tools, enforced)]
     size = sum(len(json.dumps(schema, ensure_ascii=False)) for schema in schemas)
-    if size > MAX_CHARACTERS:  # before each of them is looked into
+    if size > MAX_CHARACTERS:  # before each of them is checked
         raise ApiError(400, f"tools must have at most {MAX_CHARACTERS} characters, got {size}", param="tools")
     if sum(map(num_schemas, schemas)) > MAX_SCHEMAS:
         raise ApiError(400, f"the parameters of tools have more than {MAX_SCHEMAS} schemas within them", param="tools")
@@ -296,7 +296,7 @@ def _free_grammar(
     is_parallel: bool,
     tokenizer: Any,
 ) -> str | None:
-    """The grammar of a completion that may have calls; None if it is unconstrained."""
+    """Return the grammar of a completion that may have calls, or None if it is unconstrained."""
     if structured is None and not any(enforced):
         return None
     functions = [

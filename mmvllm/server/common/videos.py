@@ -1,4 +1,4 @@
-"""The videos of a chat request, and how many frames and pixels it may ask for."""
+"""The videos of a chat request, and limits on the frames and pixels that it may request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from mmvllm.server.common.protocol import ProcessorKwargs
 from mmvllm.server.errors import ApiError
 
 KWARGS = "mm_processor_kwargs"
-FRAMES_PREFIX = "data:video/jpeg;base64,"  # vLLM's format for frames as JPEGs, which a comma separates
+FRAMES_PREFIX = "data:video/jpeg;base64,"  # vLLM's format for JPEG frames, separated by commas
 
 
 @dataclass(frozen=True, slots=True)
 class VideoReference:
-    """A video of a request; `path` is that of its part, `options` are the keys of `qwen_vl_utils` in it."""
+    """A video of a request; `path` is the path of its part, `options` are the part's keys of `qwen_vl_utils`."""
 
     path: str
-    url: str | list[str] | None  # None for one that was kept under its uuid
+    url: str | list[str] | None  # None if the request has only the uuid
     options: Mapping[str, Any]
     uuid: str | None = None
 
@@ -30,38 +30,38 @@ class VideoReference:
         return f"{self.path}.video_url.url"
 
     def option_of(self, error: ValueError) -> str | None:
-        """The path of its option to which an error of the engine refers; None if to no option."""
+        """Return the path of the option to which an engine error refers, or None."""
         name = getattr(error, "param", None)
         return f"{self.path}.{name}" if name in self.options else None
 
     @property
     def has_frames(self) -> bool:
-        """Whether it is given as frames, one by one."""
+        """Whether the video is a list of frames."""
         if isinstance(self.url, str):
             return self.url[: len(FRAMES_PREFIX)].lower() == FRAMES_PREFIX
         return self.url is not None
 
     @property
     def num_frames(self) -> int:
-        """How many frames are given one by one, counted without making their URLs."""
+        """The length of the list of frames, without creating their URLs; 0 for other videos."""
         if isinstance(self.url, list):
             return len(self.url)
         return self.url.count(",") if self.has_frames else 0
 
     @property
     def frames(self) -> list[str]:
-        """The URLs of its frames."""
+        """The URLs of the frames."""
         if isinstance(self.url, list):
             return self.url
         return [f"data:image/jpeg;base64,{frame}" for frame in self.url[len(FRAMES_PREFIX) :].split(",")]
 
     def part(self, data: bytes | list[bytes]) -> dict[str, Any]:
-        """The part of the engine's request, given the encoded bytes of the video or of its frames."""
+        """Return the part of the engine's request, given the encoded bytes of the video or its frames."""
         return {"type": "video", "video": data, **self.options}
 
 
 def videos_of(messages: Sequence[InputMessage]) -> list[VideoReference]:
-    """All videos of a conversation, in the order of the prompt."""
+    """Return all videos of a conversation, in the order of the prompt."""
     return [
         VideoReference(path, part.url, options_of(VideoOptions, path, part, part.video_url), part.uuid)
         for path, part in parts_of(messages, VideoPart)
@@ -70,12 +70,12 @@ def videos_of(messages: Sequence[InputMessage]) -> list[VideoReference]:
 
 @dataclass(frozen=True, slots=True)
 class VideoOptionLimits:
-    """What a request may ask for, so that short videos of small frames do not become large without limit.
+    """Limits on the options of a request, which could otherwise enlarge small videos without limit.
 
     Args:
-        max_frames: frames of a video.
-        max_frame_pixels: to which `min_pixels` of a part may enlarge a frame.
-        max_pixels: of the request's `mm_processor_kwargs`.
+        max_frames: maximum frames of a video.
+        max_frame_pixels: maximum `min_pixels` of a part, to which a frame is enlarged.
+        max_pixels: maximum `min_pixels` and `max_pixels` in the request's `mm_processor_kwargs`.
     """
 
     max_frames: int
@@ -84,11 +84,11 @@ class VideoOptionLimits:
 
     @classmethod
     def of(cls, config: VideoProcessorConfig) -> "VideoOptionLimits":
-        """The limits of a checkpoint."""
+        """Return the limits of a checkpoint."""
         return cls(config.max_frames, qwen_vl_utils.MAX_TOKENS * config.factor**2, config.max_pixels)
 
     def check(self, videos: Sequence[VideoReference], kwargs: ProcessorKwargs | None) -> None:
-        """Raises ApiError for options above the limits, and for two of which only one may be given."""
+        """Raise ApiError for options above the limits, and for options that exclude each other."""
         for video in videos:
             for names in combinations(("fps", "nframes", "num_frames"), 2):
                 _check_one_of(video.path, video.options, names)
@@ -118,6 +118,6 @@ def _check_most(path: str, given: Mapping[str, Any], limits: Mapping[str, int]) 
 
 
 def processor_param_of(error: ValueError, kwargs: ProcessorKwargs | None) -> str | None:
-    """The field of `mm_processor_kwargs` to which an error of the engine refers; None if to no field of it."""
+    """Return the path of the `mm_processor_kwargs` field to which an engine error refers, or None."""
     name = getattr(error, "param", None)
     return f"{KWARGS}.{name}" if getattr(kwargs, str(name), None) is not None else None

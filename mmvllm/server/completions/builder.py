@@ -19,14 +19,14 @@ from mmvllm.server.completions.protocol import Completion
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Responses of /v1/completions."""
+    """Builds the response to one request of /v1/completions."""
 
     kind, chunk_kind, id_prefix, prompt_field = "text_completion", "text_completion", "cmpl", "prompt"
 
     def __init__(self, *args: Any, echoes: bool = False, skips_special: bool = True, **shown: Any):
-        """`echoes`: texts and log-probabilities begin with the prompt's; `skips_special`: texts have no special tokens.
+        """Show what the base class shows; `echoes` adds the prompt before texts and log-probabilities.
 
-        Others are as of the base.
+        `skips_special` leaves special tokens out of texts.
         """
         super().__init__(*args, **shown)
         self._echoes = echoes
@@ -40,7 +40,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return num_echoed + super()._num_per_prompt_token
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> Completion:
-        """The response to a request that is not streamed."""
+        """Return the response to a request that is not streamed."""
         made = [
             {
                 "index": choice.index,
@@ -56,11 +56,11 @@ class CompletionResponseBuilder(ResponseBuilder):
         return Completion(**self._head, choices=made, usage=usage, **self._times())
 
     def first_chunks(self, _num_choices: int, _delta: Delta) -> list[dict]:
-        """A completion stream has no chunks before the first text."""
+        """Return no chunks: a completion stream starts with the first text."""
         return []
 
     def chunks(self, index: int, delta: Delta) -> list[dict]:
-        """The chunk for the new tokens of one choice; the first one of a choice has its prompt, if that is shown."""
+        """Return the chunk for new tokens of a choice; its first chunk has the prompt, if the response shows it."""
         prompt = None if index in self._begun else delta
         self._begun.add(index)
         choice = {
@@ -74,14 +74,14 @@ class CompletionResponseBuilder(ResponseBuilder):
         return [self._chunk(choice | prompt_ids | self._token_ids(delta.token_ids))]
 
     def _echo(self, prompt: RequestOutput | Delta | None) -> str:
-        """The prompt's text, if it is to be repeated and this is its place."""
+        """Return the prompt's text if it is echoed and `prompt` is given, else an empty string."""
         if not self._echoes or prompt is None:
             return ""
         data = (token_bytes(self._tokenizer, token_id) for token_id in prompt.prompt_token_ids)
         return b"".join(data).decode(errors="replace")
 
     def _prompt_entries(self, output: RequestOutput | Delta) -> dict:
-        """The log-probabilities of an echoed prompt, whose first token has none; special tokens are text there."""
+        """Return the log-probabilities of an echoed prompt; its first token has none, and special tokens are text."""
         ids, found, offset = output.prompt_token_ids, output.prompt_logprobs, _OffsetCounter(frozenset())
         own = [None if entry is None else entry[token_id] for token_id, entry in zip(ids, found, strict=True)]
         return {
@@ -115,7 +115,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _top_by_text(self, logprobs: LogprobsById) -> dict[str, float]:
         """Map names of tokens to log-probabilities: the token itself first, then the most likely ones.
 
-        Where several tokens have one name, it has the highest of their log-probabilities.
+        If several tokens have the same name, it gets the highest of their log-probabilities.
         """
         own = next(iter(logprobs.items()))
         made: dict[str, float] = {}
@@ -129,7 +129,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 class _OffsetCounter:
-    """Character offset of each token in the text of a completion, to which special tokens contribute nothing."""
+    """Computes the offset in characters of each token of a completion; special tokens contribute no text."""
 
     def __init__(self, special_ids: frozenset[int], start: int = 0):
         self._decoder, self._special_ids = codecs.getincrementaldecoder("utf-8")("replace"), special_ids

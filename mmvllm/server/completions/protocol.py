@@ -49,7 +49,7 @@ class CompletionRequest(SamplingRequest):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float | None]  # None of the first token of an echoed prompt
+    token_logprobs: list[float | None]  # None for the first token of an echoed prompt
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 

@@ -35,7 +35,7 @@ def router(serving: Serving) -> APIRouter:
 
 
 def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
-    """The job for one or several prompts without a chat template."""
+    """Return the job for one or several prompts without a chat template."""
     engine = serving.engine
     model, keys = serving.model_of(body.model, body.priority)
     params = completion_params(body, engine.max_model_len, serving.sampling_defaults)
@@ -64,13 +64,13 @@ def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
 def completion_params(
     body: CompletionRequest, max_model_len: int, defaults: Mapping[str, Any] = OPENAI_DEFAULTS
 ) -> SamplingParams:
-    """The sampling parameters of a completion request, with `defaults` for those that are left out or null."""
+    """Return the sampling parameters of a completion request, with `defaults` for omitted and null fields."""
     max_tokens = {None: COMPLETION_TOKENS, NO_LIMIT: max_model_len}.get(body.max_tokens, body.max_tokens)
     if max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise ApiError(400, "max_tokens is 0, which needs echo: true or prompt_logprobs", param="max_tokens")
     if body.logprob_token_ids and body.logprobs is None:
         raise ApiError(400, "logprob_token_ids needs logprobs, which may be 0", param="logprob_token_ids")
     own = {}
-    if body.echo and (body.logprobs is not None or not max_tokens or body.stream):  # which the first delta then has
+    if body.echo and (body.logprobs is not None or not max_tokens or body.stream):  # the first delta has the prompt
         own["prompt_logprobs"] = max(body.prompt_logprobs or 0, body.logprobs or 0)
     return sampling_params(body, defaults, max_tokens, body.logprobs, own)

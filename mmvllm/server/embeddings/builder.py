@@ -1,4 +1,4 @@
-"""Builds responses to requests for embeddings."""
+"""Builds the responses of /v1/embeddings and /pooling."""
 
 import base64
 import time
@@ -18,12 +18,12 @@ from mmvllm.server.errors import ApiError
 
 Vector = list[float] | str  # base64
 
-MAX_NUMBERS = 2**22  # of all vectors of a response; as JSON, 80 MB
+MAX_NUMBERS = 2**22  # elements of all vectors of a response, 80 MB as JSON
 
 
 @dataclass(frozen=True, slots=True)
 class VectorEncoding:
-    """How the values of a vector are written as bytes.
+    """How the elements of a vector are encoded as bytes.
 
     Args:
         dtype: "float32", "float16" or "bfloat16".
@@ -34,8 +34,8 @@ class VectorEncoding:
     byte_order: str
 
     def bytes_of(self, vector: np.ndarray) -> bytes:
-        """The bytes of a float32 vector."""
-        if self.dtype == "bfloat16":  # which numpy does not have
+        """Return the bytes of a float32 vector."""
+        if self.dtype == "bfloat16":  # numpy has no bfloat16
             bits = torch.from_numpy(vector).bfloat16().view(torch.int16).numpy()
         else:
             bits = vector.astype(self.dtype)
@@ -43,11 +43,11 @@ class VectorEncoding:
 
 
 class EmbeddingResponseBuilder:
-    """Responses of /v1/embeddings, which are not streamed.
+    """Builds the response to one request of /v1/embeddings, which is not streamed.
 
     Args:
-        prompt_field: of the request.
-        encoding: of vectors in base64; None: lists of numbers.
+        prompt_field: the request field with the inputs.
+        encoding: the encoding of vectors in base64; None returns lists of numbers.
     """
 
     id_prefix = "embd"
@@ -57,16 +57,16 @@ class EmbeddingResponseBuilder:
         self._encoding, self.num_values = encoding, 0
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
-        """Add the numbers of a vector to `num_values`; raises ApiError above `MAX_NUMBERS` that are not in base64."""
+        """Add the size of a vector to `num_values`; raises ApiError above `MAX_NUMBERS`, except in base64."""
         if delta.output is not None:
             self.num_values += delta.output.embedding.size
             if self.num_values > MAX_NUMBERS and self._encoding is None:
-                message = f"vectors of more than {MAX_NUMBERS} numbers are not put into a response"
+                message = f"the vectors of a response may have at most {MAX_NUMBERS} numbers"
                 message = f'{message}; give fewer inputs, or encoding_format "base64"'
                 raise ApiError(400, message, param=self.prompt_field)
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> EmbeddingList | PooledList:
-        """The response, with a vector for each input."""
+        """Return the response, with a vector for each input."""
         vectors = {choice.index: self._encoded(choice.output.embedding) for choice in choices}
         return self._list(vectors, {"id": self.id, "created": int(time.time()), "model": self.model, "usage": usage})
 
@@ -78,7 +78,7 @@ class EmbeddingResponseBuilder:
 
 
 class PoolingResponseBuilder(EmbeddingResponseBuilder):
-    """Responses of /pooling: the vectors of /v1/embeddings by vLLM's names."""
+    """Builds the response to one request of /pooling: the vectors of /v1/embeddings under vLLM's names."""
 
     id_prefix = "pool"
 

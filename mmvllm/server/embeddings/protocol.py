@@ -23,7 +23,7 @@ from mmvllm.server.common.response_models import Usage
 
 
 class EmbeddingRequest(ChatPrompt):
-    """POST /v1/embeddings: of `input`, or of one conversation in `messages`, as vLLM takes it."""
+    """POST /v1/embeddings, with `input`, or as in vLLM with one conversation in `messages`"""
 
     model: str | None = ServedModel
     input: (
@@ -40,12 +40,12 @@ class EmbeddingRequest(ChatPrompt):
     ) = None
     messages: Messages | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, lt=INT64, description="First values of the vector that are kept.")
+    dimensions: int | None = Field(None, ge=1, lt=INT64, description="Number of first values of the vector to keep.")
     pooling: Literal["last", "mean"] | None = Field(
         None, description="The hidden state of the last token (default), or the mean over all tokens."
     )
     normalize: bool | None = Field(None, description="Divide the vector by its length; true by default.")
-    use_activation: bool | None = Field(None, description="vLLM's name of normalize, used if that is not given.")
+    use_activation: bool | None = Field(None, description="vLLM's name of normalize, used if normalize is null.")
     embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
         None, description="Dtype of the values in base64; float32 by default."
     )
@@ -61,7 +61,7 @@ class EmbeddingRequest(ChatPrompt):
 
 
 class PoolingRequest(EmbeddingRequest):
-    """POST /pooling, which takes what /v1/embeddings takes"""
+    """POST /pooling, with the fields of /v1/embeddings"""
 
     task: Literal["embed"] | None = None
 

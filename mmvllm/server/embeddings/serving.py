@@ -31,18 +31,18 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/pooling", response_model=PooledList, responses=ERRORS)
     async def pooling(body: PoolingRequest, request: Request) -> Response:
-        """Create embeddings, in vLLM's own form."""
+        """Create embeddings, with a response in vLLM's form."""
         return await serving.respond(partial(embedding_job, serving), body, request.state.reservation)
 
     return routes
 
 
 def embedding_job(serving: Serving, body: EmbeddingRequest, reservation: ByteReservation) -> CompletionJob:
-    """The job for the vectors of several inputs, or of one conversation."""
+    """Return the job for the vectors of several inputs, or of one conversation."""
     model, keys = serving.model_of(body.model, body.priority)
     field = "input" if body.messages is None else "messages"
     if (body.input is None) is (body.messages is None):
-        raise ApiError(400, f"{field}: give input or messages, one of them", param=field)
+        raise ApiError(400, f"{field}: give input or messages, and only one of them", param=field)
     pooling = _pooling_params(body, serving.engine.hidden_size)
     kind = PoolingResponseBuilder if isinstance(body, PoolingRequest) else EmbeddingResponseBuilder
     builder = kind(model, field, _encoding_of(body))
@@ -62,7 +62,7 @@ def embedding_job(serving: Serving, body: EmbeddingRequest, reservation: ByteRes
 
 
 def _pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
-    """How the vectors of a request are made."""
+    """Return the pooling parameters of a request."""
     given = {name: getattr(body, name) for name in ("pooling", "normalize", "dimensions")}
     if body.normalize is None:
         given["normalize"] = body.use_activation
@@ -75,16 +75,16 @@ def _pooling_params(body: EmbeddingRequest, hidden_size: int) -> PoolingParams:
 
 
 def _encoding_of(body: EmbeddingRequest) -> VectorEncoding | None:
-    """How vectors are written in base64; None for lists of numbers."""
+    """Return the encoding of vectors in base64, or None for lists of numbers."""
     in_base64 = body.encoding_format == "base64"
     for name in ("embed_dtype", "endianness"):
         if getattr(body, name) is not None and not in_base64:
-            raise ApiError(400, f'{name} is of values in base64; give encoding_format "base64", too', param=name)
+            raise ApiError(400, f'{name} needs encoding_format "base64"', param=name)
     return VectorEncoding(body.embed_dtype or "float32", body.endianness or "little") if in_base64 else None
 
 
 def _check_chat_fields(body: EmbeddingRequest) -> None:
-    """Fields of conversations have no effect on `input`; one that isolates, such as cache_salt, must not be lost."""
+    """Refuse fields of conversations with `input`: one that isolates, such as cache_salt, must not be ignored."""
     for name in ChatPrompt.model_fields:
         if getattr(body, name):
             raise ApiError(400, f"{name} is for messages, and the request has input; leave it out", param=name)

@@ -1,1 +1,1 @@
-"""What concerns every request: keys, sizes, strict JSON, connections, streams of events."""
+"""HTTP handling of every request: API keys, size limits, strict JSON, connections, server-sent events."""

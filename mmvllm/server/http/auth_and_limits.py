@@ -1,4 +1,4 @@
-"""API keys, codings, and limits on the size and duration of request bodies, as pure ASGI middleware."""
+"""ASGI middleware that checks API keys and content codings, and limits the size and duration of request bodies."""
 
 import asyncio
 import secrets
@@ -13,34 +13,34 @@ from mmvllm.server.disconnects import ClientDisconnected
 from mmvllm.server.errors import ApiError, out_of_memory
 from mmvllm.utils.asgi import in_pieces
 
-# How long, and how many bytes, a refused client may continue to send: if the connection were closed at once, clients
-# that send the whole body before they read would not see the response.
+# How long, and how many bytes, a refused client may continue to send. If the connection closed at once, clients that
+# send the whole body before they read would not see the response.
 LINGER_SECONDS, LINGER_BYTES = 2.0, 4 * 1024 * 1024
 
 PATHS_WITHOUT_KEY = frozenset(
     (
         *("/health", "/health/live", "/health/ready", "/ping", "/load", "/metrics", "/version"),
-        *("/", "/favicon.ico", "/demo"),  # which are redirected to the demo page
+        *("/", "/favicon.ico", "/demo"),  # these redirect to the demo page
     )
 )
-SMALL_SHARE, RESERVE_SHARE = 4096, 4  # of a budget: what a small request has at most, and all beyond it have
-MAX_IGNORED_BYTES = 64 * 1024  # of a body that is sent to one of these, whose routes use none
+SMALL_SHARE, RESERVE_SHARE = 4096, 4  # beyond a budget, small requests (1/4096 of it at most) share another 1/4 of it
+MAX_IGNORED_BYTES = 64 * 1024  # of a body sent to a path of PATHS_WITHOUT_KEY, whose routes ignore it
 
 
 class ByteBudget:
-    """Bytes of request bodies and fetched images and videos that may be held at a time.
+    """Limits the bytes of request bodies, and of fetched images and videos, that the server holds at a time.
 
-    Of further bytes, only requests with a small share may have some: large ones do not keep them waiting.
+    When the budget is used up, small requests take bytes from a reserve, so that large requests do not block them.
     """
 
     def __init__(self, capacity: int):
         self._capacity, self._num_reserved = capacity, 0
-        self._num_small = 0  # further bytes
-        self._lock = threading.RLock()  # images and videos are fetched by another thread
+        self._num_small = 0  # bytes of the reserve
+        self._lock = threading.RLock()  # other threads fetch images and videos
 
     @contextmanager
     def reservation(self) -> "Iterator[ByteReservation]":
-        """The bytes of one request, which are released together when it ends."""
+        """Yield the reservation of one request, and release its bytes when the request ends."""
         reservation = ByteReservation(self)
         try:
             yield reservation
@@ -51,7 +51,7 @@ class ByteBudget:
                 self._num_small -= reservation.num_small
 
     def take(self, reservation: "ByteReservation", num_bytes: int) -> None:
-        """Reserve bytes for a request; raises ApiError if there are not as many left."""
+        """Reserve bytes for a request; raises ApiError if not enough are left."""
         with self._lock:
             if reservation.is_released:  # a fetch may end a little later than its request
                 return
@@ -62,18 +62,18 @@ class ByteBudget:
                 reservation.num_small += num_bytes
                 self._num_small += num_bytes
             elif num_bytes:
-                message = "the server holds as many bytes of requests as are allowed; try again later"
+                message = "the server holds too many bytes of requests at the moment; try again later"
                 raise ApiError(429, message, code="engine_busy", headers={"Retry-After": "1"})
 
     def hold(self, reservation: "ByteReservation", num_bytes: int) -> None:
-        """Count bytes of a request, however many there are."""
+        """Count bytes of a request without checking the limit."""
         with self._lock:
             reservation.num_bytes += num_bytes
             self._num_reserved += num_bytes
 
 
 class ByteReservation:
-    """The share of one request in a budget; `client` is the index of its API key, or None where none is needed."""
+    """The bytes of a budget that one request holds; `client` is the index of its API key, None if it needs no key."""
 
     def __init__(self, budget: ByteBudget):
         self._budget, self.num_bytes, self.num_small = budget, 0, 0
@@ -81,20 +81,20 @@ class ByteReservation:
         self.is_released = False
 
     def take(self, num_bytes: int) -> None:
-        """Reserve more bytes; raises ApiError if the budget does not have as many left."""
+        """Reserve more bytes; raises ApiError if the budget does not have enough left."""
         self._budget.take(self, num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Count more bytes, of what is there already: if they are too many, later requests are refused."""
+        """Count bytes that are in memory already; if they exceed the budget, later requests are refused."""
         self._budget.hold(self, num_bytes)
 
 
 class AuthAndSizeLimitMiddleware:
-    """Checks the API key and reads the whole body, within limits of size and time, before it calls the app.
+    """Checks the API key, and reads the whole body within limits of size and time, before it calls the app.
 
-    Expectations other than 100-continue and compressed bodies are refused. The app finds the request's
-    `ByteReservation` in `scope["state"]["reservation"]`. Paths that start with one of `open_paths` need no key, and
-    their bodies are not read.
+    Refuses compressed bodies, and expectations other than 100-continue. The app finds the request's `ByteReservation`
+    in `scope["state"]["reservation"]`. Paths that start with one of `open_paths` need no key, and the app reads their
+    bodies itself.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AuthAndSizeLimitMiddleware:
             await self.app(scope, _replay(body, receive), send)
 
     def _client(self, scope: Scope) -> int | None:
-        """The index of the key of a request, or None if it needs none; raises ApiError for a wrong key."""
+        """Return the index of a request's API key, or None if it needs no key; raises ApiError for a wrong key."""
         if not self._keys or scope["path"] in PATHS_WITHOUT_KEY:
             return None
         scheme, _, given = _header(scope, b"authorization").partition(b" ")
@@ -146,7 +146,7 @@ class AuthAndSizeLimitMiddleware:
         return matches.index(True)
 
     async def _read(self, scope: Scope, receive: Receive, reservation: ByteReservation) -> bytes:
-        is_ignored = scope["path"] in PATHS_WITHOUT_KEY  # such paths answer however many bytes are held
+        is_ignored = scope["path"] in PATHS_WITHOUT_KEY  # these paths respond even if the budget is used up
         most = min(self._max_bytes, MAX_IGNORED_BYTES) if is_ignored else self._max_bytes
         content_length = _header(scope, b"content-length")
         if content_length and int(content_length) > most:
@@ -185,7 +185,7 @@ def _check_codings(scope: Scope) -> None:
 
 
 def _elements(scope: Scope, name: bytes) -> set[bytes]:
-    """The elements of all lists that a header has, in lower case."""
+    """Return the comma-separated elements of a header, in lower case."""
     values = (value for key, value in scope["headers"] if key == name)
     return {element.strip().lower() for value in values for element in value.split(b",")} - {b""}
 
@@ -195,7 +195,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns the body as one message, and the server's messages after it."""
+    """Return a receive function that returns the body as one message, and then the server's further messages."""
     pieces = [body]
 
     async def replayed() -> Message:
@@ -207,7 +207,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond before the body is complete, discard some more of it so that the client sees the response, then close."""
+    """Respond before the body is complete, discard more of it so that the client reads the response, and close."""
     response = error.response()
     response.headers["Connection"] = "close"
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})

@@ -1,4 +1,4 @@
-"""Strict JSON bodies: Python's parser accepts more than the standard, and silently drops duplicate keys."""
+"""Parses request bodies as strict JSON; Python's parser accepts more than the standard and drops duplicate keys."""
 
 import asyncio
 import codecs
@@ -22,22 +22,22 @@ from mmvllm.server.http.large_bodies import MAX_TEXT_BYTES, restored, set_aside
 from mmvllm.utils.text import refuse_constant, with_whole_characters
 
 logger = logging.getLogger(__name__)
-MANY_BYTES = 100_000  # of small items, which are parsed in a few milliseconds
-_PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would make the event loop wait for each of them
+MANY_BYTES = 100_000  # a body of this size, of small items, is parsed in a few milliseconds
+_PARSING = ThreadPoolExecutor(1, "mmvllm-parse")  # several threads would compete with the event loop for the GIL
 _TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_LOGGED: set[str] = set()  # fields that were ignored
+_LOGGED: set[str] = set()  # names of ignored fields
 MAX_LOGGED = 100
 MAX_KEYS = 1024  # per object; each unknown key produces an error
-MAX_COMMAS = 1_000_000  # parsed, small items take 30 times their size in memory
+MAX_COMMAS = 1_000_000  # once parsed, small items take 30 times their size in memory
 MAX_DIGITS = 500  # of an integer; the time to parse one grows with the square of its length
-MAX_ESCAPES = 5_000_000  # each takes as long as dozens of characters; some clients escape each slash of base64
+MAX_ESCAPES = 5_000_000  # each takes as long to parse as dozens of characters; some clients escape slashes of base64
 MAX_BRACKETS = 100_000  # a list or object takes as long to parse as dozens of numbers
 
 
 class StrictRequest(Request):
-    """A request whose body is parsed by `parse`, in a thread if that takes long: the event loop goes on meanwhile."""
+    """A request that parses its body with `parse`, in a thread if the body is large, so the event loop continues."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -49,30 +49,30 @@ class StrictRequest(Request):
         try:
             return await loop.run_in_executor(_PARSING, parse, body)
         finally:
-            # Once the caller has validated what is returned: validations of many bodies in a row would keep the event
-            # loop for seconds, and what is parsed takes far more memory than a body.
+            # Release the turn after the caller has validated this body. Validating many bodies in a row would block the
+            # event loop for seconds, and parsed values take far more memory than bodies.
             loop.call_soon(turn.release)
 
 
 class StrictRoute(APIRoute):
-    """A route whose request bodies are parsed by `parse`."""
+    """A route that parses request bodies with `parse`."""
 
     request_class = StrictRequest
 
     @cached_property
     def fields(self) -> frozenset[str]:
-        """The fields that the body of a request may have."""
+        """All fields that the body of a request may have, in any of its forms."""
         fields_by_form, _ = self._forms
         return frozenset(chain.from_iterable(fields_by_form.values()))
 
     def fields_of(self, body: dict) -> frozenset[str]:
-        """The fields that a body of the same form may have, where there are several."""
+        """Return the fields that a body of the same form as `body` may have."""
         fields_by_form, form_of = self._forms
         return fields_by_form[form_of(body)]
 
     @cached_property
     def _forms(self) -> tuple[dict[str, frozenset[str]], Callable[[dict], str]]:
-        """The fields of each form of body, and what tells the form of one: a union of models has tags for them."""
+        """The fields of each form of the body, by tag in a union of models, and a function that tags a body."""
         body = inspect.signature(self.endpoint).parameters.get("body")
         if body is None or isinstance(body.annotation, type):
             return {"": frozenset() if body is None else _fields_of(body.annotation)}, lambda _: ""
@@ -90,7 +90,7 @@ class StrictRoute(APIRoute):
 
 
 class LenientRequest(StrictRequest):
-    """A request whose unknown fields are ignored; the log names each of the first ones once."""
+    """A request whose unknown fields are ignored; the first `MAX_LOGGED` of them are logged once each."""
 
     async def json(self) -> Any:
         value = await super().json()
@@ -134,7 +134,7 @@ def parse(body: bytes) -> Any:
         )
     try:
         text = body.removeprefix(codecs.BOM_UTF8).decode()
-        parse_int = _int if _may_have_long_integer(body) else None  # which would be called for each of a million
+        parse_int = _int if _may_have_long_integer(body) else None  # it would be called for each of a million integers
         value = json.loads(text, object_pairs_hook=_object, parse_int=parse_int, parse_constant=refuse_constant)
         value = with_whole_characters(value) if num_escapes and _has_half_pairs(text, value) else value
         return restored(value, strings) if strings else value
@@ -147,7 +147,7 @@ def parse(body: bytes) -> Any:
 
 
 def _has_half_pairs(text: str, value: Any) -> bool:
-    """Whether strings of a value have halves of surrogate pairs, given its JSON."""
+    """Return whether strings of a value, whose JSON is `text`, contain lone surrogates."""
     if not _SURROGATE.search(text):
         return False
     try:
@@ -162,9 +162,10 @@ def _reason(error: ValueError) -> str:
 
 
 def _may_have_long_integer(body: bytes) -> bool:
-    """Whether there may be more than `MAX_DIGITS` digits in a row, with half as many on one side of some byte.
+    """Return whether there may be more than `MAX_DIGITS` digits in a row.
 
-    A regular expression would keep the interpreter's lock for seconds.
+    Such a row covers one of the sampled bytes, with half of `MAX_DIGITS` digits on one side of it. A regular expression
+    would hold the GIL for seconds.
     """
     half = MAX_DIGITS // 2
     places = range(0, len(body), MAX_DIGITS + 1)

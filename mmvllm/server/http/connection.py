@@ -12,13 +12,13 @@ from mmvllm.server.http.parser import MalformedRequest, StrictConnection
 from mmvllm.server.http.request_id import new_request_id
 
 HEADER_SECONDS = 10.0
-STALL_SECONDS = 60.0  # a client must read what was sent within this time, and no more slowly in all than:
+STALL_SECONDS = 60.0  # a client must read what was sent within this time, and at one of these rates overall
 MIN_BYTES_PER_SECOND = 32 * 1024
-MIN_COUNTED_BYTES_PER_SECOND = 2**20  # where the bytes of the request are counted, of which others need some
+MIN_COUNTED_BYTES_PER_SECOND = 2**20  # for requests that hold bytes of the ByteBudget, which others need
 
 
 class OpenTransport:
-    """A transport that drops what is written after the client hung up; asyncio would log a warning for each write."""
+    """A transport that drops writes after the client hung up; asyncio would log a warning for each of them."""
 
     def __init__(self, transport: asyncio.Transport):
         self._transport = transport
@@ -34,11 +34,11 @@ class OpenTransport:
 
 
 class TimeLimitedProtocol(H11Protocol):
-    """Closes connections whose client is too slow.
+    """Handles one connection, and closes it if its client is too slow.
 
     A request's head must be complete `HEADER_SECONDS` after the connection was opened, or after the head's first byte.
-    What was sent must be read within `STALL_SECONDS`, and all pauses of a response together may last no longer than
-    that plus the time its bytes take at the minimum rate. Otherwise unread data and its connection would be kept for
+    The client must read what was sent within `STALL_SECONDS`. All pauses of a response together may last that long,
+    plus the time that its bytes take at the minimum rate. Otherwise slow clients could hold data and connections for
     hours.
     """
 
@@ -49,7 +49,7 @@ class TimeLimitedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self.conn = StrictConnection(h11.SERVER)
         self._num_written_before = 0  # bytes of earlier responses
-        self._paused_at, self._paused_seconds = 0.0, 0.0  # of this response
+        self._paused_at, self._paused_seconds = 0.0, 0.0  # of the current response
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(OpenTransport(transport))
@@ -64,8 +64,8 @@ class TimeLimitedProtocol(H11Protocol):
             self._start_header_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser refused, as an OpenAI error object, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise a response has already been started
+        """Respond to a malformed request with an OpenAI error object, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise a response has already started
             self.transport.write(_refusal(self.conn.error))
         self._close()
 
@@ -122,7 +122,7 @@ class TimeLimitedProtocol(H11Protocol):
 
 
 def _refusal(error: h11.RemoteProtocolError) -> bytes:
-    """A whole response, written without h11, which knows no request to respond to."""
+    """Return a complete response as bytes, without h11, which has no valid request to respond to."""
     status = HTTPStatus(error.error_status_hint)
     message = str(error) if isinstance(error, MalformedRequest) else "the request is not valid HTTP/1.1"
     body = ApiError(status, message).body()

@@ -1,7 +1,7 @@
-"""Bodies that are large because of images and videos: their data URIs are set aside before the rest is parsed.
+"""Sets aside the data URIs of images and videos in large bodies, before the rest of the body is parsed.
 
-The rest has a separate size limit, because text may take eighteen times its size in memory once it is parsed, and is
-processed by single C calls that hold the interpreter lock for seconds.
+The rest has a separate size limit: text may take eighteen times its size in memory once it is parsed, and single C
+calls process it while they hold the GIL for seconds.
 """
 
 import re
@@ -13,23 +13,23 @@ from mmvllm.server.errors import ApiError
 from mmvllm.server.settings import BODY_BYTES
 
 MAX_TEXT_BYTES = BODY_BYTES  # of a body without its data URIs
-MAX_QUOTES = 4_000_000  # as many strings as the items of a body may have
-MIN_LENGTH = 1024  # of a string that is set aside
+MAX_QUOTES = 4_000_000  # enough for the strings of all items that a body may have
+MIN_LENGTH = 1024  # shorter strings are not set aside
 
 _BASE64 = (string.ascii_letters + string.digits + "+/=-_,\n\r").encode()  # a comma separates frames of a video
 _KEY_END = re.compile(rb"[ \t\n\r]*:")
-_ESCAPES = {rb"\/": b"/", rb"\n": b"\n", rb"\r": b"\r"}  # of some clients
+_ESCAPES = {rb"\/": b"/", rb"\n": b"\n", rb"\r": b"\r"}  # escapes that some clients use
 _URI = re.compile(rb"data:[\w.+/;=-]{0,200},", re.ASCII)
-_PIECE_BYTES = 1024 * 1024  # that are looked at in one call
+_PIECE_BYTES = 1024 * 1024  # checked in one call
 
 
 def set_aside(body: bytes) -> tuple[bytes, dict[str, str]]:
-    """The JSON with a mark in place of each data URI, and the URIs by their marks.
+    """Return the JSON with a mark in place of each data URI, and the URIs keyed by their marks.
 
     Raises ApiError if the rest is too large.
     """
     if body.count(b'"') > MAX_QUOTES:
-        raise ApiError(413, f"a body of more than {MAX_TEXT_BYTES} bytes may have {MAX_QUOTES} quotation marks")
+        raise ApiError(413, f"a body of more than {MAX_TEXT_BYTES} bytes may have at most {MAX_QUOTES} quotation marks")
     parts, name, strings = body.split(b'"'), secrets.token_hex(16), {}
     for i in range(1, len(parts) - 1):
         if len(parts[i]) < MIN_LENGTH or _KEY_END.match(parts[i + 1]) or parts[i - 1].endswith(b"\\"):
@@ -39,12 +39,12 @@ def set_aside(body: bytes) -> tuple[bytes, dict[str, str]]:
             strings[mark], parts[i] = text, mark.encode()
     rest = b'"'.join(parts)
     if len(rest) > MAX_TEXT_BYTES:
-        raise ApiError(413, f"the body has more than {MAX_TEXT_BYTES} bytes that are no data URIs")
+        raise ApiError(413, f"the body has more than {MAX_TEXT_BYTES} bytes outside data URIs")
     return rest, strings
 
 
 def restored(value: Any, strings: dict[str, str]) -> Any:
-    """A copy of what was parsed, with the strings that were set aside."""
+    """Return a copy of the parsed value with the strings that were set aside."""
     if isinstance(value, str):
         return strings.get(value, value)
     if isinstance(value, dict):
@@ -53,8 +53,8 @@ def restored(value: Any, strings: dict[str, str]) -> Any:
 
 
 def _text(part: bytes) -> str | None:
-    """What a string of JSON says, if it is a data URI."""
-    if not part.startswith(b"data:") or b"\n" in part or b"\r" in part:  # which no JSON has in a string
+    """Return the unescaped text of a JSON string if it is a data URI, else None."""
+    if not part.startswith(b"data:") or b"\n" in part or b"\r" in part:  # invalid in a JSON string
         return None
     if b"\\" in part:
         for escape, character in _ESCAPES.items():

@@ -4,8 +4,8 @@ import re
 
 import h11
 
-MAX_HEAD_BYTES = 16 * 1024  # h11's own limit, which it applies only to heads that arrive in pieces
-MAX_HEAD_LINES = 128  # each takes the event loop as long as a hundred bytes
+MAX_HEAD_BYTES = 16 * 1024  # h11's default limit, which it applies only to heads that arrive in pieces
+MAX_HEAD_LINES = 128  # parsing a line takes as long as parsing a hundred bytes
 SMALL_CHUNK_BYTES, MAX_SMALL_CHUNKS = 1024, 4096  # size of a small chunk, and how many a body may have
 
 _BAD_LINE_END = re.compile(rb"\r(?!\n|\Z)|(?<!\r)\n")
@@ -13,7 +13,7 @@ _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)
 
 
 class MalformedRequest(h11.RemoteProtocolError):
-    """A request that is refused; `error_status_hint` is the status."""
+    """Raised for a request that is refused; `error_status_hint` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message, error_status_hint=status)
@@ -22,12 +22,12 @@ class MalformedRequest(h11.RemoteProtocolError):
 class StrictConnection(h11.Connection):
     """Raises MalformedRequest for ambiguous requests that h11 would accept.
 
-    Bodies of many small chunks are refused too: each of them takes the event loop about 4 µs.
+    Bodies of many small chunks are refused too: each chunk blocks the event loop for about 4 µs.
     """
 
     _num_small_chunks = 0
-    _recent = b""  # what is not parsed yet, and 4 bytes or more before it
-    error: h11.RemoteProtocolError | None = None  # the last one that was raised
+    _recent = b""  # the bytes that are not parsed yet, after at least 4 parsed ones
+    error: h11.RemoteProtocolError | None = None  # the last error raised
 
     def receive_data(self, data: bytes) -> None:
         super().receive_data(data)
@@ -64,7 +64,7 @@ class StrictConnection(h11.Connection):
 
 
 def check_head(received: bytes) -> None:
-    """Check what has arrived of a request's head, and all of it once it is complete; more data may follow it."""
+    """Check the received part of a request's head, and its fields once it is complete; data may follow the head."""
     head, end, _ = received.partition(b"\r\n\r\n")
     if len(head) > MAX_HEAD_BYTES:
         raise MalformedRequest(f"the request line and the headers have more than {MAX_HEAD_BYTES} bytes", 431)

@@ -1,4 +1,4 @@
-"""Request ids as in OpenAI's API, where clients show them in their errors: that of the client, or else a new one."""
+"""Gives each request an id, the client's or a new one; as in OpenAI's API, clients show it in their errors."""
 
 import logging
 import re
@@ -8,7 +8,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
-ACCEPTED = re.compile(rb"[!-~]{1,128}")  # of a client: the log shows it
+ACCEPTED = re.compile(rb"[!-~]{1,128}")  # ids that clients may send; the log shows them
 HEADER = b"x-request-id"
 
 

@@ -16,14 +16,14 @@ HEADERS = (
 
 
 class EventStream:
-    """An event stream response, closed at the end of `async with`, with a comment after each pause of `PING_SECONDS`.
+    """An event stream response, which sends a comment after each pause of `PING_SECONDS` and ends with `async with`.
 
     The response starts, with status 200, when the first event or comment is sent.
     """
 
     def __init__(self, send: Send):
         self._send = send
-        self._turn = asyncio.Lock()  # a long event is sent in pieces, between which nothing else may come
+        self._turn = asyncio.Lock()  # nothing may be sent between the pieces of a long event
         self.is_open = False  # whether the response has started
 
     async def __aenter__(self) -> "EventStream":
@@ -45,12 +45,12 @@ class EventStream:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.0, self._last_sent + PING_SECONDS - loop.time()))
-            async with self._turn:  # an event may be sent slowly
+            async with self._turn:  # waits while an event is sent slowly
                 if loop.time() >= self._last_sent + PING_SECONDS:
                     await self._write(b": ping\n\n")
 
     async def write(self, event: bytes) -> None:
-        """Send an event, encoded."""
+        """Send an encoded event."""
         async with self._turn:
             await self._write(event)
 
@@ -63,7 +63,7 @@ class EventStream:
 
 
 def event_text(payload: dict | str) -> str:
-    """An event whose data is a JSON object, which may have the name of the event as `type`, or a string."""
+    """Format an event whose data is a string or a JSON object; `type` of the object becomes the name of the event."""
     if isinstance(payload, str):
         return f"data: {payload}\n\n"
     name = f"event: {payload['type']}\n" if "type" in payload else ""

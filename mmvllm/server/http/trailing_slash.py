@@ -1,4 +1,4 @@
-"""A path that ends with a slash is the path without it."""
+"""Routes a path that ends with a slash like the path without it."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class TrailingSlashMiddleware:
-    """A path that ends with a slash is that without it: many clients do not follow a redirect with a body.
+    """Removes the slash at the end of paths; many clients do not follow a redirect of a request with a body.
 
-    Paths that start with one of `but` stay as they are.
+    Leaves paths that start with one of `but` unchanged.
     """
 
     def __init__(self, app: ASGIApp, but: Sequence[str] = ()):

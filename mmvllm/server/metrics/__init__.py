@@ -1,1 +1,1 @@
-"""Prometheus metrics, by mmvllm's names or by vLLM's."""
+"""Prometheus metrics, under mmvllm's names and vLLM's."""

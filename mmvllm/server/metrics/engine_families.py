@@ -1,4 +1,4 @@
-"""Prometheus metrics of the statistics of engines."""
+"""Converts the statistics of engines to Prometheus metrics."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +15,12 @@ def engine_families(
     labels: Sequence[str],
     each: Sequence[tuple[Sequence[str], EngineStats]],
 ) -> Iterator[Metric]:
-    """Yield each metric with the values of all engines.
+    """Yield each gauge and counter with its values in all engines.
 
     Args:
-        prefix: the beginning of the metrics' names.
+        prefix: prefix of the names of the metrics.
         labels: names of the labels.
-        each: for each engine, the values of its labels, and its statistics.
+        each: the label values and the statistics of each engine.
     """
     for kind, measures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (value, text) in measures.items():

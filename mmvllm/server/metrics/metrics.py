@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a server."""
+"""Prometheus metrics of the server."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1
 
 
 class Metrics:
-    """The metrics of one server, in their own registry."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings):
         self.registry = registry = CollectorRegistry()
@@ -53,7 +53,7 @@ class Metrics:
         self._vllm = VllmMetrics(registry, engine, settings) if settings.metrics_names == "vllm" else None
 
     def observer(self, params: SamplingParams) -> Callable[[int, Delta], None]:
-        """What counts the deltas of an HTTP request with these parameters, each with the index of its choice."""
+        """Return a function that records the deltas of an HTTP request, each with the index of its choice."""
         observe_vllm = None if self._vllm is None else self._vllm.observer(params)
 
         def observe(choice: int, delta: Delta) -> None:
@@ -121,7 +121,7 @@ COUNTERS = {
 
 
 class _EngineCollector:
-    """The engine's statistics, collected on request, with the label `engine` if there are several."""
+    """Collects the engine's statistics on each scrape, with the label `engine` if there are several engines."""
 
     def __init__(self, engine: AsyncLLM):
         self._engine = engine
@@ -137,7 +137,7 @@ class _EngineCollector:
             up = GaugeMetricFamily(
                 "mmvllm_engine_up", "1 while the engine serves, 0 while it starts.", labels=["engine"]
             )
-            for name, one in zip(names, health.engines, strict=False):  # none once the server stops
+            for name, one in zip(names, health.engines, strict=False):  # empty once the server stops
                 up.add_metric([name], float(one.is_ready))
             yield up
 
@@ -147,7 +147,7 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 class CountingMiddleware:
-    """Counts HTTP responses by path and status; 499 if the client disconnected before the end."""
+    """Counts and times HTTP responses by path; the status is 499 if the client disconnected before the end."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app, self._metrics = app, metrics
@@ -173,14 +173,14 @@ class CountingMiddleware:
             await self.app(scope, watched_receive, watched_send)
         finally:
             path = _label(scope)
-            if is_disconnected and status in (None, 200):  # a refused request has got its response
+            if is_disconnected and status in (None, 200):  # a refused request has received its response
                 status = CLIENT_DISCONNECTED
             self._metrics.responses.labels(path, status or 500).inc()
             self._metrics.http_seconds.labels(path).observe(time.perf_counter() - start)
 
 
 def _label(scope: Scope) -> str:
-    """The route's path, or "other", so that requests for unknown paths do not create time series."""
+    """Return the route's path, or "other" for unknown paths, which must not create time series."""
     path = getattr(scope.get("route"), "path", None)
     if path is None and scope["path"] in scope["app"].openapi()["paths"]:  # refused by a middleware
         path = scope["path"]

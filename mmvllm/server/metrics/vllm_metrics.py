@@ -1,6 +1,6 @@
-"""The metrics of a server by the names that they have in vLLM: dashboards and autoscalers are made for these.
+"""Metrics of the server under vLLM's names, which dashboards and autoscalers expect.
 
-Counters and gauges have the labels `model_name` and `engine`; what is measured of requests has `model_name`.
+Metrics of engines have the labels `model_name` and `engine`; metrics of requests have `model_name`.
 """
 
 import time
@@ -25,30 +25,38 @@ SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 4
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SMALL_COUNTS = (1, 2, 5, 10, 20)
 ENGINE_LABELS = ["model_name", "engine"]
-# By name: the value, the bounds, and what it means.
+# By name: a function that returns the value, the bounds of the buckets, and the help text.
 Histograms = Mapping[str, tuple[Callable[[T], float | None], tuple[float, ...], str]]
 REQUEST_HISTOGRAMS: Histograms[RequestOutput] = {
-    "time_to_first_token_seconds": (lambda out: out.metrics.time_to_first_token, SECONDS, "From admission."),
-    "e2e_request_latency_seconds": (lambda out: out.metrics.e2e_time, SECONDS, "From admission to the last token."),
+    "time_to_first_token_seconds": (
+        lambda out: out.metrics.time_to_first_token,
+        SECONDS,
+        "Time from admission to the first token.",
+    ),
+    "e2e_request_latency_seconds": (
+        lambda out: out.metrics.e2e_time,
+        SECONDS,
+        "Time from admission to the last token.",
+    ),
     "request_queue_time_seconds": (
         lambda out: out.metrics.time_in_queue,
         SECONDS,
-        "From when a request was prepared until it was first scheduled.",
+        "Time from the preparation of a request until it is first scheduled.",
     ),
     "request_prefill_time_seconds": (
         lambda out: out.metrics.prefill_time,
         SECONDS,
-        "From when a request was first scheduled until its first token.",
+        "Time from when a request is first scheduled until its first token.",
     ),
     "request_inference_time_seconds": (
         lambda out: out.metrics.inference_time,
         SECONDS,
-        "From when a request was first scheduled until its last token.",
+        "Time from when a request is first scheduled until its last token.",
     ),
     "request_decode_time_seconds": (
         lambda out: out.metrics.decode_time,
         SECONDS,
-        "From the first token of a request to its last.",
+        "Time from the first token of a request to its last.",
     ),
     "request_time_per_output_token_seconds": (
         lambda out: out.metrics.time_per_output_token,
@@ -67,11 +75,11 @@ PARAMETER_HISTOGRAMS: Histograms[SamplingParams] = {
     "request_params_n": (lambda params: params.n, SMALL_COUNTS, "The parameter n of a request."),
     "request_params_max_tokens": (lambda params: params.max_tokens, TOKENS, "The parameter max_tokens of a request."),
 }
-_REASONS = {"eos": "stop", "aborted": "abort"}  # others have the same name
+_REASONS = {"eos": "stop", "aborted": "abort"}  # other reasons have the same name in vLLM
 
 
 class VllmMetrics:
-    """The metrics of one server by vLLM's names, in a registry."""
+    """The metrics of one server under vLLM's names, registered in the server's registry."""
 
     def __init__(self, registry: CollectorRegistry, engine: AsyncLLM, settings: ServerSettings):
         self._engine, self._model_name = engine, settings.model_names[0]
@@ -83,20 +91,20 @@ class VllmMetrics:
             name: histogram(name, text, buckets)
             for name, (_, buckets, text) in {**REQUEST_HISTOGRAMS, **PARAMETER_HISTOGRAMS}.items()
         }
-        self._gaps = histogram("inter_token_latency_seconds", "Between the tokens of a completion.", SECONDS)
+        self._gaps = histogram("inter_token_latency_seconds", "Time between the tokens of a completion.", SECONDS)
         labels = ["model_name", "finished_reason"]
         self._success = Counter(f"{PREFIX}request_success", "Finished completions.", labels, registry=registry)
         registry.register(self)
 
     def observer(self, params: SamplingParams) -> Callable[[int, Delta], None]:
-        """What counts the deltas of an HTTP request with these parameters, each with the index of its choice."""
-        times: dict[int, float] = {}  # of the last tokens, by choice
+        """Return a function that records the deltas of an HTTP request, each with the index of its choice."""
+        times: dict[int, float] = {}  # of the last token of each choice
 
         def observe(choice: int, delta: Delta) -> None:
             if delta.token_ids:
                 now = time.perf_counter()
                 if choice in times:
-                    for _ in delta.token_ids:  # which share a delta where their text or the event loop was not ready
+                    for _ in delta.token_ids:  # they share a delta if their text or the event loop was not ready
                         self._gaps.labels(self._model_name).observe((now - times[choice]) / len(delta.token_ids))
                 times[choice] = now
             if delta.finish_reason is not None:
@@ -114,7 +122,7 @@ class VllmMetrics:
                 self._histograms[name].labels(self._model_name).observe(measured)
 
     def collect(self) -> Iterator[Metric]:
-        """The engines' statistics, as prometheus_client asks for them."""
+        """Yield the engines' statistics; prometheus_client calls this on each scrape."""
         each, num_preparing = self._engine.engine_stats(), self._engine.stats().num_preparing
         labels = [[self._model_name, str(i)] for i in range(len(each))]
         preparing = [num_preparing] + [0] * (len(each) - 1)
@@ -131,7 +139,7 @@ class VllmMetrics:
     def _waiting_by_reason(
         self, labels: Sequence[list[str]], each: Sequence[EngineStats], preparing: Sequence[int]
     ) -> Metric:
-        text = "Waiting for room in the engine (capacity), or for their preparation (deferred)."
+        text = "Sequences waiting for room in the engine (capacity), and requests in preparation (deferred)."
         names = [*ENGINE_LABELS, "reason"]
         family = GaugeMetricFamily(f"{PREFIX}num_requests_waiting_by_reason", text, labels=names)
         for own, stats, deferred in zip(labels, each, preparing, strict=True):

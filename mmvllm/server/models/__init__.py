@@ -1,1 +1,1 @@
-"""GET /v1/models; adapters that are loaded and unloaded."""
+"""GET /v1/models, and the routes that load and unload adapters."""

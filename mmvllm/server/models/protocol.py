@@ -12,8 +12,8 @@ MAX_NAME, MAX_PATH = 256, 4096  # characters
 class LoadAdapterRequest(StrictModel):
     """POST /v1/load_lora_adapter"""
 
-    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="By which requests choose it.")]
-    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder, as PEFT saves it.")]
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME, description="The model name of the adapter.")]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH, description="A folder in PEFT's format.")]
     load_inplace: bool | None = Field(None, description="Replace the adapter that has this name.")
 
 
@@ -29,10 +29,10 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "mmvllm"
-    root: str  # the same, which other servers tell from the id
-    parent: str | None = None  # of an adapter, the model that it adapts
+    root: str  # the id, or the folder of an adapter
+    parent: str | None = None  # the model that an adapter adapts
     max_model_len: int
-    permission: list[dict] = []  # there are none
+    permission: list[dict] = []  # always empty
 
 
 class ModelList(BaseModel):

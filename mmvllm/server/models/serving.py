@@ -1,4 +1,4 @@
-"""Serves /v1/models, and what loads and unloads adapters."""
+"""Serves /v1/models, and the routes that load and unload adapters."""
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
@@ -10,7 +10,7 @@ from mmvllm.server.models.protocol import LoadAdapterRequest, ModelCard, ModelLi
 
 
 def router(models: ServedModels, loads_adapters: bool) -> APIRouter:
-    """The routes; `loads_adapters` adds those that read folders which clients name."""
+    """Return the routes; `loads_adapters` adds the routes that load adapters from folders named by clients."""
     routes = APIRouter()
     routes.include_router(_models(models))
     if loads_adapters:
@@ -39,13 +39,13 @@ def _adapters(models: ServedModels) -> APIRouter:
 
     @routes.post("/load_lora_adapter", response_class=PlainTextResponse)
     async def load(body: LoadAdapterRequest) -> str:
-        """Serve the adapter in a folder of the server under a name."""
+        """Load an adapter from a folder on the server, and serve it under a name."""
         await models.load(body.lora_name, body.lora_path, bool(body.load_inplace))
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     @routes.post("/unload_lora_adapter", response_class=PlainTextResponse)
     async def unload(body: UnloadAdapterRequest) -> str:
-        """Serve an adapter no more."""
+        """Stop serving an adapter."""
         models.unload(body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 

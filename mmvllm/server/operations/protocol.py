@@ -1,4 +1,4 @@
-"""Pydantic models of the routes about the server's state."""
+"""Pydantic models of the routes for operators."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ class EngineStatus(BaseModel):
 class HealthResponse(BaseModel):
     status: Literal["ok", "failing", "starting", "draining", "stopped", "failed"]
     reason: str | None
-    engines: list[EngineStatus] | None = None  # of a server that has several
+    engines: list[EngineStatus] | None = None  # if the server has several engines
 
 
 class LoadResponse(BaseModel):

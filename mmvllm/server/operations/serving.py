@@ -1,4 +1,4 @@
-"""Serves what operators call: health, metrics, load, version, and the reset of the prefix cache."""
+"""Serves the routes for operators: health, metrics, load, version, and the reset of the prefix cache."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def router(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
     @routes.head("/health/live", include_in_schema=False)
     @routes.get("/health/live", response_model=HealthResponse, responses=unhealthy)
     async def live() -> Response:
-        """Liveness: 503 if the engine has stopped or failed, so that the server must be restarted."""
+        """Liveness: 503 if the engine has stopped or failed, and the server must be restarted."""
         health = engine.health()
         return _health(health, health.is_live)
 
@@ -46,27 +46,27 @@ def router(engine: AsyncLLM, metrics: Metrics) -> APIRouter:
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}} | ERRORS)
     async def prometheus(request: Request) -> Response:
-        """Metrics in the Prometheus text format."""
+        """Return metrics in the Prometheus text format."""
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # a version that is no number
+        except (TypeError, ValueError):  # the header has a version that is not a number
             encode, content_type = choose_encoder("")
         return Response(encode(metrics.registry), headers={"Content-Type": content_type})
 
     @routes.get("/load", responses=ERRORS)
     async def load() -> LoadResponse:
-        """The requests that have not ended, as vLLM counts them for load balancers."""
+        """Return the number of unfinished requests, in vLLM's form for load balancers."""
         return LoadResponse(server_load=engine.num_requests)
 
     @routes.post("/reset_prefix_cache", responses=ERRORS)
     async def reset_prefix_cache() -> Response:
-        """Forget the keys and values of all prompts, for example before a measurement."""
+        """Clear the prefix cache, for example before a benchmark."""
         engine.reset_prefix_cache()
         return Response()
 
     @routes.get("/version", responses=ERRORS)
     async def version() -> VersionResponse:
-        """The version of mmvllm."""
+        """Return the version of mmvllm."""
         return VersionResponse(version=mmvllm.__version__)
 
     return routes

@@ -20,7 +20,7 @@ from mmvllm.server.ranking.protocol import (
 
 
 class RankingResponseBuilder:
-    """Responses of /rerank and /score, whose prompts are the queries, and then the documents; they are not streamed."""
+    """Builds the response to one request of /rerank or /score; its prompts are the queries, then the documents."""
 
     def __init__(self, model: str, body: RerankRequest | ScoreRequest, num_queries: int, prompt_field: str):
         self.id = f"{'rerank' if isinstance(body, RerankRequest) else 'score'}-{uuid.uuid4().hex}"
@@ -28,12 +28,12 @@ class RankingResponseBuilder:
         self._body, self._num_queries = body, num_queries
 
     def count(self, delta: Delta, _is_streamed: bool) -> None:
-        """Add the numbers of a vector to `num_values`."""
+        """Add the size of a vector to `num_values`."""
         if delta.output is not None:
             self.num_values += delta.output.embedding.size
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> RerankResponse | ScoreResponse:
-        """The response, with the similarity of each pair."""
+        """Return the response, with the similarity of each pair."""
         vectors = np.stack([choice.output.embedding for choice in choices])  # of length 1
         queries, documents = np.split(vectors, [self._num_queries])
         scores = (queries * documents).sum(axis=1).tolist()

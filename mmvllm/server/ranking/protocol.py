@@ -42,7 +42,7 @@ OneOrSeveral = Annotated[Texts, BeforeValidator(_as_list)]
 
 
 class TextsRequest(StrictModel):
-    """The fields of /rerank and /score."""
+    """The fields that /rerank and /score share."""
 
     model: str | None = ServedModel
     pooling: Literal["last", "mean"] | None = Field(None, description="As for /v1/embeddings.")
@@ -69,12 +69,12 @@ class RerankRequest(TextsRequest):
     max_chunks_per_doc: Unsupported = None
 
     def sides(self) -> list[tuple[str, list[str]]]:
-        """The two fields that are compared, with their texts."""
+        """Return the two fields that are compared, with their texts."""
         return [("query", [self.query]), ("documents", self.documents)]
 
 
 class ScoreRequest(TextsRequest):
-    """POST /score, in vLLM's form: the first texts are `queries`, `text_1` or `data_1`, the second ones the others."""
+    """POST /score, in vLLM's form: one of `queries`, `text_1` and `data_1` is compared with another field."""
 
     queries: OneOrSeveral | None = None
     text_1: OneOrSeveral | None = None
@@ -85,9 +85,9 @@ class ScoreRequest(TextsRequest):
     data_2: OneOrSeveral | None = None
 
     def sides(self) -> list[tuple[str, list[str]]]:
-        """The two fields that are compared, with their texts, as many of each; or one text in the first.
+        """Return the two fields that are compared, with their texts: one in the first, or as many as in the second.
 
-        Raises ApiError unless there is one field of each side, and for other numbers of texts.
+        Raises ApiError for other numbers of texts, and unless each side has one field.
         """
         (first, queries), (second, documents) = sides = [self._given(FIRST), self._given(SECOND)]
         if len(queries) not in (1, len(documents)):

@@ -23,7 +23,7 @@ def router(serving: Serving) -> APIRouter:
     @routes.post("/v1/rerank", response_model=RerankResponse, responses=ERRORS)
     @routes.post("/v2/rerank", response_model=RerankResponse, responses=ERRORS)
     async def rerank(body: RerankRequest) -> Response:
-        """Sort documents by the cosine similarity of their embeddings to that of a query."""
+        """Sort documents by the cosine similarity of their embeddings to a query's."""
         return await serving.respond(partial(ranking_job, serving), body)
 
     @routes.post("/score", response_model=ScoreResponse, responses=ERRORS)
@@ -36,7 +36,7 @@ def router(serving: Serving) -> APIRouter:
 
 
 def ranking_job(serving: Serving, body: RerankRequest | ScoreRequest) -> CompletionJob:
-    """The job for the vectors of texts that are compared."""
+    """Return the job for the vectors of the texts to compare."""
     model, keys = serving.model_of(body.model, body.priority)
     (first, queries), (second, documents) = body.sides()
     texts = serving.prompts.of_texts
@@ -49,5 +49,5 @@ def ranking_job(serving: Serving, body: RerankRequest | ScoreRequest) -> Complet
 
 
 def _numbered(field: str, texts: Sequence[str]) -> list[str]:
-    """The path of each text of a field."""
+    """Return the request path of each text of a field."""
     return [f"{field}[{i}]" for i in range(len(texts))] if len(texts) > 1 else [field]

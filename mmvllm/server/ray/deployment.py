@@ -1,4 +1,4 @@
-"""The server on Ray Serve: replicas of the application on one or several machines, behind Ray's own HTTP proxy.
+"""Runs the server on Ray Serve: replicas of the application on one or more machines, behind Ray's HTTP proxy.
 
 Ray routes requests, adds and drains replicas, and replaces those that die or whose engine fails. mmvllm must be
 installed on all machines, and paths must be the same on them.
@@ -24,11 +24,11 @@ from mmvllm.server.ray.replica import ReplicaSpec, replica_class
 
 APP, ENGINE = "mmvllm", "engine"  # the names of the application in Ray Serve, and of its deployment
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router"
-logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what is served is told once
-HEALTH_SECONDS = 2.0  # between health checks; Ray replaces a replica after three that failed
+logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the command prints what is served
+HEALTH_SECONDS = 2.0  # between health checks; Ray replaces a replica after three failures
 POLL_SECONDS = 1.0
-END_SECONDS = 10.0  # for an application to end, beyond the time in which its requests finish
-MAX_OTHER_REQUESTS = 64  # for /health, /metrics and others, beyond those that the engine admits
+END_SECONDS = 10.0  # for an application to end, in addition to the time for its requests to finish
+MAX_OTHER_REQUESTS = 64  # for /health, /metrics and others, in addition to the requests of the engine
 
 
 def serve_on_ray(
@@ -42,8 +42,8 @@ def serve_on_ray(
 ) -> None:
     """Deploy the replicas and call `on_ready`; return once a SIGINT or SIGTERM has ended the deployment.
 
-    Requests in flight finish within `drain_seconds`, unless a second signal comes. Raises ValueError for options that
-    do not fit the cluster and for a model that cannot be loaded, RuntimeError if the deployment is lost.
+    Requests in flight have `drain_seconds` to finish, unless a second signal aborts them. Raises ValueError for options
+    that do not fit the cluster or a model that cannot be loaded, and RuntimeError if the deployment is lost.
     """
     resources = {"CPU": options.cpus_per_replica, "GPU": ray_session.gpus_per_engine(spec.engine_args)}
     routing = _routing(options)
@@ -71,15 +71,15 @@ def serve_on_ray(
 
 def _routing(options: RayServeOptions) -> dict[str, Any]:
     if not options.session_affinity:
-        return {}  # Ray's default: the less busy of two replicas
+        return {}  # by default, Ray chooses the less busy of two replicas
     if find_spec(SESSION_ROUTER) is None:
-        message = "{session_affinity} needs the router " + f"{SESSION_ROUTER}, which Ray {ray.__version__} has not"
+        message = "{session_affinity} needs the router " + f"{SESSION_ROUTER}, which Ray {ray.__version__} lacks"
         raise ArgumentError(message)
     return {"request_router_config": {"request_router_class": f"{SESSION_ROUTER}.ConsistentHashRouter"}}
 
 
 def _numbers(spec: ReplicaSpec, options: RayServeOptions) -> dict[str, Any]:
-    """The numbers of replicas and of their requests: the engine itself refuses those beyond its limits."""
+    """Return the numbers of replicas and requests for Ray; the engine refuses requests beyond its limits itself."""
     given = spec.engine_args.get("max_num_seqs")
     most = spec.max_waiting + (given or LARGE_STEPS["max_num_seqs"])
     scaling = {
@@ -94,7 +94,7 @@ def _numbers(spec: ReplicaSpec, options: RayServeOptions) -> dict[str, Any]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, also if Ray or a shell has set them otherwise."""
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt, even if Ray or a shell has set other handlers."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
@@ -124,7 +124,7 @@ def _run(app: serve.Application, drain_seconds: float, on_ready: Callable[[], No
 
 
 def _reason() -> str:
-    """Why replicas did not start: the error at the end of the traceback that Ray keeps; "" if it has none."""
+    """Return why the replicas did not start: the last line of the traceback that Ray keeps, or ""."""
     application = serve.status().applications.get(APP)
     messages = [state.message for state in application.deployments.values()] if application else []
     return "".join(messages).rstrip().rpartition("\n")[2]

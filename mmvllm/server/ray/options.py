@@ -7,14 +7,14 @@ from mmvllm.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayServeOptions:
-    """Where replicas run, how many there are, and how requests reach them.
+    """Where replicas run, how many there are, and how requests are routed to them.
 
     Args:
         address: "local" starts Ray on this machine for this server; "auto", "host:port" or "ray://..." joins a cluster.
-        min_replicas, max_replicas: bounds of the number of replicas, each of which has one engine; in between it
-            follows the number of requests in flight.
+        min_replicas, max_replicas: bounds of the number of replicas, which have one engine each. Within them, the
+            number follows the requests in flight.
         cpus_per_replica: CPU cores of each replica, and torch threads on a CPU.
-        session_affinity: requests whose header x-session-id is the same reach the same replica.
+        session_affinity: route requests with the same x-session-id header to the same replica.
     """
 
     address: str = "local"

@@ -17,7 +17,7 @@ from mmvllm.server.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """The description of an engine and its application that is sent to the replicas."""
+    """Describes an engine and its application; it is sent to every replica."""
 
     model: str | None
     engine_args: dict[str, Any]
@@ -28,7 +28,7 @@ class ReplicaSpec:
     folder: str
 
     def build(self) -> FastAPI:
-        """Load the model and build its application, which has the engine in `state.engine`."""
+        """Load the model and build the application, with the engine in `state.engine`."""
         with suppress(OSError):  # another machine may not have the folder; absolute paths work without it
             os.chdir(self.folder)
         torch.set_num_threads(self.num_threads)
@@ -46,14 +46,14 @@ class ReplicaSpec:
 
 
 def replica_class(spec: ReplicaSpec) -> type:
-    """The class of a deployment, whose replicas build their application when they start."""
+    """Return the class of a deployment, whose replicas build their application when they start."""
 
     def build() -> FastAPI:
         return spec.build()
 
     @serve.ingress(build)
     class EngineReplica:
-        """Ray waits until no request is in flight, and then shuts the application and its engine down."""
+        """A replica with one engine; Ray drains its requests before it shuts the application and the engine down."""
 
         async def check_health(self) -> None:
             """Raise if the engine has failed: Ray replaces the replica."""

@@ -38,7 +38,7 @@ NAMES_IN_CHATS = {
 
 
 def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
-    """Convert a request to the chat that asks for the same, given the messages of its conversation."""
+    """Convert a request to the equivalent chat, given the messages of its conversation."""
     messages = _with_instructions([*messages], body.instructions)
     shared = set(SamplingRequest.model_fields) - NOT_SHARED
     fields = {name: getattr(body, name) for name in shared & body.model_fields_set}
@@ -53,13 +53,13 @@ def as_chat(body: ResponsesRequest, messages: Sequence[dict]) -> ChatRequest:
     fields |= {"logprobs": body.num_logprobs is not None, "top_logprobs": body.num_logprobs}
     try:
         return ChatRequest.model_validate(fields)
-    except ValidationError as error:  # for limits of a chat as a whole
+    except ValidationError as error:  # limits that apply to the whole chat
         param, message = explain([{**one, "loc": ("body", *one["loc"])} for one in error.errors()], fields)
         raise ApiError(400, f"{param}: {message}", param=param) from None
 
 
 def _tool_choice(choice: str | ToolName | AllowedToolNames | None) -> str | dict | None:
-    """Translate the tool choice to a chat's, which is nested."""
+    """Convert the tool choice to the nested form of chats."""
     if isinstance(choice, ToolName):
         return {"type": choice.type, choice.type: {"name": choice.name}}
     if isinstance(choice, AllowedToolNames):
@@ -68,7 +68,7 @@ def _tool_choice(choice: str | ToolName | AllowedToolNames | None) -> str | dict
 
 
 def _response_format(body: ResponsesRequest) -> dict | None:
-    """Translate the format to a chat's, which has the schema in a nested object."""
+    """Convert the format to the form of chats, with the schema in a nested object."""
     given = body.text.format if body.text else None
     if not isinstance(given, JsonSchemaFormat):
         return None if given is None else given.model_dump()
@@ -89,7 +89,7 @@ def messages_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[dic
 
 
 def image_params_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list[str]:
-    """The path in the request of each image of `messages_of` the same arguments."""
+    """Return the request path of each image in the result of `messages_of` with the same arguments."""
     contents = [message["content"] for message in earlier if isinstance(message["content"], list)]
     stored = ["previous_response_id" for content in contents for part in content if part["type"] == "image_url"]
     return stored + [
@@ -103,7 +103,7 @@ def image_params_of(items: Sequence[Item], earlier: Sequence[dict] = ()) -> list
 
 
 def _add_call(messages: list[dict], item: FunctionCallItem | CustomCallItem) -> None:
-    """Calls belong to the message of the assistant before them."""
+    """Add a call to the assistant message before it, or else to a new one."""
     is_after = messages and messages[-1]["role"] == "assistant"
     message = messages.pop() if is_after else {"role": "assistant", "content": None}
     if isinstance(item, CustomCallItem):
@@ -128,7 +128,7 @@ def _part(part: InputText | InputImage) -> dict:
 
 
 def _with_instructions(messages: list[dict], instructions: str | None) -> list[dict]:
-    """Instructions precede a system message in one message with it: some templates read the first one only."""
+    """Merge instructions and a first system message into one: some templates read only the first message."""
     if not instructions:
         return messages
     if not messages or messages[0]["role"] not in ("system", "developer"):

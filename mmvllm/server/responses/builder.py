@@ -24,11 +24,11 @@ from mmvllm.server.common.tools import ToolUse
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.protocol import ResponseObject, ResponsesRequest
 
-REPEATED = {"instructions", "tools", "text", "tool_choice", "metadata"}  # fields of a request, in the response
+REPEATED = {"instructions", "tools", "text", "tool_choice", "metadata"}  # request fields that the response repeats
 
 
 class ResponseObjectBuilder:
-    """The response to one request; as a stream it is a sequence of events, each with its `type`."""
+    """Builds the response to one request, whole or as a stream of events, each with its `type`."""
 
     prompt_field, logprobs_field = "input", "top_logprobs"
     end = None  # the last event ends the stream
@@ -42,15 +42,15 @@ class ResponseObjectBuilder:
         use: ToolUse,
         store: Callable[[dict], None] | None,
     ):
-        """`use` says which calls are looked for in the completion.
+        """Prepare a response; `use` has the tools whose calls are parsed from the completion.
 
-        `store` is called with the response once it is whole.
+        `store` is called with the complete response.
         """
         self.model = model
         self._head = _head(model, body, params, is_stored=store is not None)
         self._tokenizer, self._store = tokenizer, store
         self._num_logprobs, self.num_values = params.num_logprobs, 0
-        self._logprobs: list[dict] = []  # of tokens whose text is still to come
+        self._logprobs: list[dict] = []  # of tokens whose text has not arrived
         self._reader = CallReader(use)
         self._items: list[dict] = []
         self._is_open = False  # whether more may come for the last item
@@ -63,12 +63,12 @@ class ResponseObjectBuilder:
 
     def count(self, delta: Delta, is_streamed: bool) -> None:
         """Add the log-probabilities of a delta to `num_values`; raises ApiError for too many."""
-        num_copies = 4 if is_streamed else 1  # the last four events have all of them
+        num_copies = 4 if is_streamed else 1  # each of the last four events has all of them
         self.num_values += num_copies * len(delta.logprobs or ()) * (1 + (self._num_logprobs or 0))
         check_num_values(self.num_values, "top_logprobs", "or max_output_tokens")
 
     def whole(self, choices: Sequence[ChoiceBuffer], usage: Usage) -> ResponseObject:
-        """The response to a request that is not streamed."""
+        """Return the response to a request that is not streamed."""
         [choice] = choices
         text, self._finish_reason = "".join(choice.text), choice.finish_reason
         content, calls = self._reader.read(text)
@@ -79,19 +79,19 @@ class ResponseObjectBuilder:
         return ResponseObject(**self._response(usage))
 
     def first_chunks(self, _num_choices: int, _delta: Delta) -> list[dict]:
-        """The events that start a stream."""
+        """Return the events that start a stream."""
         response = self._head | {"status": "in_progress", "output": []}
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def chunks(self, _index: int, delta: Delta) -> list[dict]:
-        """The events for new tokens: none while their text may belong to the mark of a call."""
+        """Return the events for new tokens; none while their text may belong to the mark of a call."""
         self._finish_reason = FINISH_REASONS[delta.finish_reason]
         is_last = delta.finish_reason is not None
         self._logprobs += self._shown(delta.logprobs or ())
         return [event for piece in self._reader.feed(delta.text, is_last) for event in self._add(piece)]
 
     def last_chunks(self, usage: Usage, _includes_usage: bool) -> list[dict]:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
         events = [] if self._items else self._open(_message(""))
         events += self._close(self._status)
         return [*events, self._event(f"response.{self._status}", response=self._response(usage))]
@@ -102,7 +102,7 @@ class ResponseObjectBuilder:
         return shown_logprobs(entries, self._num_logprobs, self._tokenizer)
 
     def error_chunk(self, error: ApiError) -> dict:
-        """The event that ends a stream with an error."""
+        """Return the event that ends a stream with an error."""
         about = error.content()["error"]
         return self._event("error", code=about["code"] or about["type"], message=about["message"], param=about["param"])
 
@@ -126,7 +126,7 @@ class ResponseObjectBuilder:
         return response
 
     def _add(self, piece: str | CallPiece | CustomCall) -> list[dict]:
-        """The events for a piece of content or of a call."""
+        """Return the events for a piece of content or of a call."""
         if isinstance(piece, CustomCall):
             events = self._close("completed") + self._open(_call(replace(piece, input="")))
             self._items[-1]["input"] = piece.input
@@ -144,7 +144,7 @@ class ResponseObjectBuilder:
         return events
 
     def _add_text(self, piece: str) -> dict:
-        """The event for a piece of text, with the log-probabilities of all tokens since the last one."""
+        """Return the event for a piece of text, with the log-probabilities of all tokens since the last event."""
         part, logprobs = self._items[-1]["content"][0], self._logprobs
         part["text"] += piece
         part["logprobs"] += logprobs
@@ -162,7 +162,7 @@ class ResponseObjectBuilder:
         return events
 
     def _close(self, status: str) -> list[dict]:
-        """The events that end the last item, if it has not ended."""
+        """Return the events that end the last item, if it has not ended."""
         if not self._is_open:
             return []
         item, self._is_open = self._items[-1], False
@@ -185,7 +185,7 @@ class ResponseObjectBuilder:
         return self._about(kind, content_index=0, **fields)
 
     def _about(self, kind: str, **fields: Any) -> dict:
-        """An event about the last item."""
+        """Return an event about the last item."""
         item_id, index = self._items[-1]["id"], len(self._items) - 1
         return self._event(f"response.{kind}", item_id=item_id, output_index=index, **fields)
 
@@ -195,7 +195,7 @@ class ResponseObjectBuilder:
 
 
 def _head(model: str, body: ResponsesRequest, params: SamplingParams, is_stored: bool) -> dict:
-    """What a response says of its request."""
+    """Return the fields of a response that are known before its output."""
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",

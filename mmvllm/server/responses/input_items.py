@@ -1,4 +1,4 @@
-"""The input of a stored response, as the items of OpenAI's Responses API."""
+"""Converts the input of a stored response to items of OpenAI's Responses API."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.protocol import InputItems
 from mmvllm.server.responses.store import StoredResponse
 
-_PARTS = {"assistant": "output_text"}  # types of text parts by roles, if not input_text
+_PARTS = {"assistant": "output_text"}  # types of text parts by role; the default is input_text
 
 
 def page_of_input(stored: StoredResponse, response_id: str, limit: int, order: str, after: str | None) -> bytes:
-    """A list of at most `limit` items as JSON, which begins behind that with the id `after`; `order` is asc or desc.
+    """Return at most `limit` items as JSON, starting after the item with the id `after`; `order` is asc or desc.
 
-    Raises ApiError if there is no such item.
+    Raises ApiError if there is no item with this id.
     """
     items = _items(stored, response_id)[:: 1 if order == "asc" else -1]
     ids = [item["id"] for item in items]

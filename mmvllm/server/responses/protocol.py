@@ -74,17 +74,17 @@ InputParts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class InputItem(OpenModel):
-    """A message."""
+    """A message in the input."""
 
     misplaced = (*CONTENT, *OPTIONS, "output")
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: str | InputParts | None = Field(
-        None, validate_default=True, description="Only that of an earlier answer may be missing or empty."
+        None, validate_default=True, description="Only an earlier answer may have no content."
     )
 
-    refusal: str | None = Field(None, description="Of an earlier answer: read as the content, if there is none.")
+    refusal: str | None = Field(None, description="For an earlier answer: used as the content if that is empty.")
 
     @field_validator("content")
     @classmethod
@@ -121,13 +121,13 @@ class CallOutputItem(OpenModel):
 
 
 class ReasoningItem(OpenModel):
-    """What another server's model thought, which is no part of the prompt."""
+    """The reasoning of another server's model, which is left out of the prompt."""
 
     type: Literal["reasoning"]
 
 
 class ItemReference(OpenModel):
-    """An item of the output of a response that is stored."""
+    """A reference to an output item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
@@ -165,25 +165,25 @@ def _input_tag(given: Any) -> str:
 
 
 class FunctionTool(FunctionDefinition):
-    """A function of the Responses API: its fields are not nested."""
+    """A function in the form of the Responses API, whose fields are not nested."""
 
     type: Literal["function"]
 
 
 class CustomTool(CustomDefinition):
-    """A custom tool as the Responses API has it."""
+    """A custom tool in the form of the Responses API."""
 
     type: Literal["custom"]
 
 
 class ToolName(FunctionReference):
-    """A choice of one tool as the Responses API has it."""
+    """A choice of one tool in the form of the Responses API."""
 
     type: Literal["function", "custom"]
 
 
 class AllowedToolNames(StrictModel):
-    """`tool_choice` as the Responses API has it: without a nested object."""
+    """A choice among several tools in the form of the Responses API, without a nested object."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -202,7 +202,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class JsonSchemaFormat(NamedSchema):
-    """A schema of the Responses API: its fields are not nested."""
+    """A schema in the form of the Responses API, whose fields are not nested."""
 
     type: Literal["json_schema"]
 
@@ -232,13 +232,13 @@ MAX_INCLUDED = 64
 
 
 class Reasoning(StrictModel):
-    effort: ReasoningEffort | None = Field(None, description="reasoning_effort of chats.")
+    effort: ReasoningEffort | None = Field(None, description="Equivalent to reasoning_effort of chats.")
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Ignored = None
 
 
-# As OpenAI's: they are kept with a stored response, and repeated in each event that has it.
+# OpenAI's limits. Metadata is kept with a stored response, and repeated in each event with the response.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -273,16 +273,16 @@ class ResponsesRequest(SamplingRequest):
         ]
         | None
     ) = Field(None, description="Default: auto.")
-    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may come at once. Default: true.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in a completion. Default: true.")
     metadata: Metadata | None = None
     store: bool | None = Field(
         None, description="Whether the response is stored in memory for previous_response_id. Default: true."
     )
-    previous_response_id: str | None = Field(None, description="A stored response, whose conversation continues.")
+    previous_response_id: str | None = Field(None, description="The stored response whose conversation continues.")
     conversation: Unsupported = None
     background: Unsupported = None
     include: Annotated[list[str], Field(fail_fast=True, max_length=MAX_INCLUDED)] | None = Field(
-        None, description=f"{LOGPROBS} is known; others, of tools that this server does not have, are ignored."
+        None, description=f"{LOGPROBS} is supported; other values, for built-in tools, are ignored."
     )
     prompt: Unsupported = None
     reasoning: Reasoning | None = None
@@ -290,25 +290,25 @@ class ResponsesRequest(SamplingRequest):
         None, ge=0, le=MAX_LOGPROBS, description=f"Most likely tokens beside each token; 0 needs {LOGPROBS} in include."
     )
     truncation: Literal["disabled", "auto"] | None = Field(
-        None, description="No input is left out: one that is too long is refused."
+        None, description="The input is never truncated: one that is too long is refused."
     )
-    max_tool_calls: Ignored = None  # of tools that the server itself would call
+    max_tool_calls: Ignored = None  # for built-in tools, which this server lacks
     safety_identifier: Ignored = None
     service_tier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    chat_template_kwargs: TemplateKwargs | None = Field(None, description="As for chats.")
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="Arguments of the chat template.")
     n: Literal[1] | None = None
     stream_options: EventOptions | None = None
     return_token_ids: Unsupported = None
     prompt_logprobs: Unsupported = None
     echo: Unsupported = None
     return_tokens_as_token_ids: Unsupported = None
-    response_format: Unsupported = None  # which is text.format here
+    response_format: Unsupported = None  # text.format in this API
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """The input as a list of items."""
         return [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     @property

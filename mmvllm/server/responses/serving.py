@@ -1,4 +1,4 @@
-"""Serves OpenAI's Responses API: /v1/responses, and what is stored of them."""
+"""Serves OpenAI's Responses API: /v1/responses, and the routes for stored responses."""
 
 import asyncio
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/v1/responses", response_model=ResponseObject, responses=STREAMS, tags=["completions"])
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Create a response as OpenAI's Responses API has it."""
+        """Create a response in the form of OpenAI's Responses API."""
         return await serving.respond(partial(response_job, serving, store), body, request.state.reservation)
 
     @routes.post("/v1/responses/input_tokens", responses=ERRORS, tags=["tokens"])
     async def count_input(body: ResponsesRequest, request: Request) -> InputTokens:
-        """The number of tokens of the prompt that POST /v1/responses would have."""
+        """Count the prompt tokens that POST /v1/responses would process."""
 
         async def count() -> InputTokens:
             job = await serving.built(partial(response_job, serving, store), body, request.state.reservation)
@@ -59,7 +59,7 @@ def router(serving: Serving) -> APIRouter:
 def response_job(
     serving: Serving, store: ResponseStore, body: ResponsesRequest, reservation: ByteReservation
 ) -> CompletionJob:
-    """The job for a request of OpenAI's Responses API."""
+    """Return the job for a request of OpenAI's Responses API."""
     model, keys = serving.model_of(body.model, body.priority)
     given = _resolved(store, body.items, reservation)
     earlier = _earlier(store, body.previous_response_id, reservation)
@@ -70,10 +70,10 @@ def response_job(
         image_params = image_params_of(given, earlier)
         prompt = serving.prompts.of_conversation(chat, use.tools, reservation, image_params, keys)
     if use.names and body.num_logprobs is not None:
-        message = "log-probabilities are shown of texts; leave out top_logprobs and include, or the tools"
+        message = "log-probabilities cannot be used with tools; leave out top_logprobs and include, or the tools"
         raise ApiError(400, message, param="top_logprobs" if body.top_logprobs else "include")
     repeated = body.model_dump(include=REPEATED, by_alias=True)
-    reservation.take(memory_of(repeated))  # which may be most of the body
+    reservation.take(memory_of(repeated))  # it may be most of the body
     is_stored = body.store is not False and store.accepts(messages, repeated)
     add = partial(store.add, messages=messages, given=messages_of(given)) if is_stored else None
     builder = ResponseObjectBuilder(model, serving.engine.tokenizer, body, use.params, use, add)
@@ -83,7 +83,7 @@ def response_job(
 
 
 def _earlier(store: ResponseStore, response_id: str | None, reservation: ByteReservation) -> Sequence[dict]:
-    """The messages of the stored conversation that a request continues."""
+    """Return the messages of the stored conversation that a request continues."""
     if response_id is None:
         return ()
     if (stored := store.get(response_id, renews=True)) is None:
@@ -94,7 +94,7 @@ def _earlier(store: ResponseStore, response_id: str | None, reservation: ByteRes
 
 
 def _resolved(store: ResponseStore, items: Sequence[Item], reservation: ByteReservation) -> list[Item]:
-    """Replace each reference by the item of a stored response that it names, of which the prompt has the text."""
+    """Replace each reference by the item of a stored response that it names, counted in `reservation`."""
     resolved = []
     for i, item in enumerate(items):
         found = item
@@ -119,13 +119,13 @@ def _stored(store: ResponseStore) -> APIRouter:
 
     @routes.get("/{response_id}", response_model=ResponseObject)
     async def response(response_id: str, request: Request, stream: bool = False) -> Response:
-        """A response that is stored."""
-        if stream:  # which clients would read without a word as an empty stream
+        """Return a stored response."""
+        if stream:  # clients would silently read the JSON as an empty stream
             raise ApiError(
-                400, "stream is not supported here, a stored response is complete; leave it out", param="stream"
+                400, "stream is not supported here: a stored response is complete; leave it out", param="stream"
             )
         found = find(response_id)
-        request.state.reservation.take(len(found.response))  # until the client has read it
+        request.state.reservation.take(len(found.response))  # held until the client has read it
         return Response(found.response, media_type="application/json")
 
     @routes.get("/{response_id}/input_items", response_model=InputItems)
@@ -134,17 +134,17 @@ def _stored(store: ResponseStore) -> APIRouter:
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
-        after: Annotated[str | None, Query(description="The id of the last item that is known.")] = None,
+        after: Annotated[str | None, Query(description="The last id of the previous page.")] = None,
     ) -> Response:
-        """The items of the input of a stored response."""
+        """List the input items of a stored response."""
         found = find(response_id)
-        request.state.reservation.take(found.size)  # which the response may have again, with all images
+        request.state.reservation.take(found.size)  # the page may have the whole input, with all images
         page = await asyncio.to_thread(page_of_input, found, response_id, limit, order, after)
         return Response(page, media_type="application/json")
 
     @routes.post("/{response_id}/cancel", response_model=ResponseObject)
     async def cancel(response_id: str) -> Response:
-        """Refused: responses are complete when they are stored, since none is made in the background."""
+        """Always refused: stored responses are complete, since none is generated in the background."""
         find(response_id)
         raise ApiError(
             400, f"{response_id} is complete and cannot be cancelled; DELETE removes it", param="response_id"

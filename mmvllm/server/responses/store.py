@@ -1,4 +1,4 @@
-"""Responses of OpenAI's Responses API that are kept in memory, so that later requests can continue them."""
+"""Keeps responses of OpenAI's Responses API in memory, so that later requests can continue them."""
 
 import json
 import threading
@@ -12,14 +12,14 @@ from mmvllm.server.responses.as_chat import messages_of
 from mmvllm.server.responses.protocol import ITEMS, Item
 from mmvllm.utils.memory_limit import memory_of
 
-LARGEST_SHARE = 4  # of the store: one conversation never evicts all others
+LARGEST_SHARE = 4  # a conversation may take at most 1/4 of the store: one never evicts all others
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response as JSON, the chat messages of its whole conversation, and the items of its output by id.
 
-    `given` are the messages made from the request's own input, without the earlier conversation.
+    `given` are the messages in the request's input, without the earlier conversation.
     """
 
     response: bytes
@@ -30,30 +30,30 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, in the memory of one server. It may be used by several threads.
+    """Stores the responses of one server by id; thread-safe.
 
-    A response expires some time after it was made or last continued. Where all of them together are too large, those
-    that were not used for the longest time are evicted.
+    A response expires some time after it was created or last continued. If all of them together are too large, the
+    least recently used ones are evicted.
 
     Args:
-        max_bytes: of all responses; a conversation that takes more than a quarter of it is not stored.
-        seconds: until a response expires.
+        max_bytes: maximum memory of all responses; a conversation that takes more than a quarter of it is not stored.
+        seconds: time until a response expires.
     """
 
     def __init__(self, max_bytes: int, seconds: float):
         self._max_bytes, self._seconds = max_bytes, seconds
         self._stored: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # with the time of the last use
-        self._response_ids: dict[str, str] = {}  # by ids of items
+        self._response_ids: dict[str, str] = {}  # keyed by the ids of output items
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def accepts(self, messages: Sequence[dict], repeated: Any = None) -> bool:
-        """Whether the response to a conversation can be stored, which has what is `repeated` of the request."""
+        """Return whether the response to a conversation, with the fields `repeated` from the request, can be stored."""
         num_bytes = len(json.dumps(repeated)) if memory_of(repeated) < self._max_bytes else self._max_bytes
         return LARGEST_SHARE * (memory_of(messages) + num_bytes) < self._max_bytes
 
     def add(self, response: dict[str, Any], messages: Sequence[dict], given: Sequence[dict]) -> None:
-        """Store a response, without log-probabilities, to a conversation whose last messages are `given`."""
+        """Store a response, without log-probabilities; `given` are the last of its conversation's messages."""
         response = response | {"output": [_without_logprobs(item) for item in response["output"]]}
         items = ITEMS.validate_python(response["output"])
         data, messages = json.dumps(response).encode(), messages_of(items, messages)
@@ -66,7 +66,7 @@ class ResponseStore:
             self._evict()
 
     def get(self, response_id: str, renews: bool = False) -> StoredResponse | None:
-        """A response, which expires later if that `renews` it; None if it is not stored."""
+        """Return a stored response, or None; `renews` postpones its expiry."""
         with self._lock:
             self._evict()
             if response_id not in self._stored:
@@ -78,12 +78,12 @@ class ResponseStore:
             return stored
 
     def output_item(self, item_id: str) -> Item | None:
-        """An item of the output of a stored response."""
+        """Return an output item of a stored response, or None."""
         stored = self.get(self._response_ids.get(item_id, ""))
         return stored and stored.output[item_id]
 
     def remove(self, response_id: str) -> bool:
-        """Delete a response; False if it is not stored."""
+        """Delete a response; return False if it is not stored."""
         with self._lock:
             self._evict()
             return self._remove(response_id)
@@ -98,7 +98,7 @@ class ResponseStore:
         return True
 
     def _evict(self) -> None:
-        """Remove what has expired, and what was used first where all are too large together."""
+        """Remove expired responses, and the least recently used ones while all together are too large."""
         while self._stored:
             response_id, (used, _) = next(iter(self._stored.items()))
             if self._num_bytes <= self._max_bytes and time.monotonic() - used <= self._seconds:
@@ -107,7 +107,7 @@ class ResponseStore:
 
 
 def not_stored(noun: str, name: str) -> str:
-    """The message of an error about a response, or an item of its output, that is not stored."""
+    """Return the error message for a response or an output item that is not stored."""
     return f"the {noun} {name!r:.100} is unknown: it was not stored, or it has expired or was evicted"
 
 

@@ -9,7 +9,7 @@ from mmvllm.server.common.protocol import ChatPrompt, PromptTokenIds
 
 
 class TokenizeText(StrictModel):
-    """POST /tokenize, of a text"""
+    """POST /tokenize, with a text"""
 
     model: str | None = None
     prompt: str = Field(min_length=1)
@@ -18,7 +18,7 @@ class TokenizeText(StrictModel):
 
 
 class TokenizeChat(ChatPrompt):
-    """POST /tokenize, of a conversation"""
+    """POST /tokenize, with a conversation"""
 
     model: str | None = None
     add_special_tokens: Ignored = None

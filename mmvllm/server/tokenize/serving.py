@@ -1,4 +1,4 @@
-"""Serves /tokenize, /detokenize and /tokenizer_info: tokens of prompts and texts of tokens, without a completion."""
+"""Serves /tokenize, /detokenize and /tokenizer_info, which convert prompts to tokens and tokens to text."""
 
 import json
 from functools import partial
@@ -31,26 +31,26 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
-        """The tokens of a text, or of a conversation with all tokens of its images and videos."""
+        """Return the tokens of a text, or of a conversation with all tokens of its images and videos."""
         return await while_connected(request.receive, tokens_of(serving, body, request.state.reservation))
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """The text of tokens."""
+        """Return the text of tokens."""
         return DetokenizeResponse(prompt=_text_of(serving, body))
 
     if serving.settings.shows_tokenizer:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> TokenizerInfo:
-            """The tokenizer's configuration and the chat template."""
+            """Return the tokenizer's configuration and the chat template."""
             return _info_of(serving.engine.tokenizer)
 
     return routes
 
 
 async def tokens_of(serving: Serving, body: TokenizeRequest, reservation: ByteReservation) -> TokenizeResponse:
-    """The tokens that the engine would be given; what is fetched for them is counted in `reservation`."""
+    """Return the prompt tokens that the engine would process; `reservation` counts the media that are fetched."""
     prompt = await serving.built(partial(_prompt_of, serving), body, reservation)
     request = prompt.request if isinstance(prompt, PromptJob) else prompt
     ids = await serving.tokenize(request, lambda error: (str(error), _param_of(prompt, error)))
@@ -72,20 +72,20 @@ def _param_of(prompt: PromptJob | str, error: ValueError) -> str:
 
 
 def _text_of(serving: Serving, body: DetokenizeRequest) -> str:
-    """The text of tokens, with that of special tokens."""
+    """Return the text of tokens, including special tokens."""
     serving.models.find(body.model)
     tokenizer, most = serving.engine.tokenizer, serving.engine.max_model_len
     if len(body.tokens) > most:
         raise ApiError(400, f"{len(body.tokens)} tokens; at most {most} are accepted (max_model_len)", param="tokens")
     for i, token_id in enumerate(body.tokens):
         if token_id >= len(tokenizer):
-            message = f"tokens[{i}] is {token_id}, the tokenizer has {len(tokenizer)} tokens"
+            message = f"tokens[{i}] is {token_id}, but the tokenizer has {len(tokenizer)} tokens"
             raise ApiError(400, message, param=f"tokens[{i}]")
     return tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
 
 
 def _info_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
-    """The tokenizer's class, configuration and chat template, without the places of its files."""
+    """Return the tokenizer's class, configuration and chat template, without the paths of its files."""
     kept = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_file", "_path"))}
     config = json.loads(json.dumps(kept, default=_plain))
     own = {"tokenizer_class": type(tokenizer).__name__, "chat_template": tokenizer.chat_template}
@@ -93,5 +93,5 @@ def _info_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerInfo:
 
 
 def _plain(value: Any) -> Any:
-    """An added token as an object; any other value that JSON has not, as text."""
+    """Convert an added token to an object, and any other value that JSON lacks to text."""
     return {name: getattr(value, name) for name in _OF_ADDED} if isinstance(value, AddedToken) else str(value)

@@ -176,10 +176,16 @@ def test_an_answer_that_never_ends_is_cut(folder, monkeypatch):
             "the endpoint failed (3 times): a completion ended with the reason 'error'",
         ),
         *(
-            (said("A red squ", finish_reason=reason), f"the endpoint gave no whole text; the reason is {reason!r}")
+            (
+                said("A red squ", finish_reason=reason),
+                f"the endpoint returned no complete text; the finish reason is {reason!r}",
+            )
             for reason in ("content_filter", "tool_calls")
         ),
-        (said(None, finish_reason="content_filter"), "the endpoint gave no whole text; the reason is 'content_filter'"),
+        (
+            said(None, finish_reason="content_filter"),
+            "the endpoint returned no complete text; the finish reason is 'content_filter'",
+        ),
     ],
 )
 def test_a_failure_is_that_of_its_image_alone(tmp_path, answer, error):
@@ -254,7 +260,7 @@ def test_several_captions_are_one_request(folder):
         (short,) = caption_images(folder / "000.png", endpoint=fake.url, n=2, temperature=1.0)
     assert [one["caption"] for one in record["captions"]] == ["a", "b", "c"]
     assert (record["completion_tokens"], record["finish_reason"]) == (6, "length")
-    assert short["error"] == "the endpoint gave 3 completions, 2 were asked for"
+    assert short["error"] == "the endpoint returned 3 completions, but 2 were requested"
 
 
 @pytest.mark.network

@@ -200,7 +200,7 @@ def test_a_model_whose_name_is_no_name_is_refused(folder, tmp_path, monkeypatch,
     models = as_json(200, {"data": [{"id": name}]})
     with fake_endpoint(lambda body, _: said("a"), models) as fake, pytest.raises(ArgumentError) as refused:
         caption_images(folder, endpoint=fake.url, output=tmp_path / "out.jsonl")
-    assert "lists a model whose name is no name" in str(refused.value) and "0123" not in str(refused.value)
+    assert "lists a model with an invalid name" in str(refused.value) and "0123" not in str(refused.value)
     assert not [*tmp_path.glob("out.jsonl*")]
 
 

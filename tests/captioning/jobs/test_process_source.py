@@ -171,7 +171,7 @@ def test_an_image_that_ends_every_engine_fails_alone(checkpoint, tmp_path, monke
 def test_engines_that_never_begin_end_the_run(folder, checkpoint, monkeypatch, engines):
     monkeypatch.setattr(process_source, "start_engine", tasks.crash_on)
     monkeypatch.setattr(process_source, "MAX_DEATHS", 2)
-    with pytest.raises(JobError, match="has died 2 times without a caption between, now: it was ended by SIGSEGV"):
+    with pytest.raises(JobError, match="has died 2 times without a caption in between, now: it was ended by SIGSEGV"):
         run(folder, checkpoint, data_parallel_size=2)
     assert engines() == []
 

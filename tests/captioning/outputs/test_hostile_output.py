@@ -61,7 +61,7 @@ def test_a_path_of_the_settings_that_no_system_has_is_refused_at_once(values, pl
         content["settings"][name] |= values
     path.write_text(json.dumps(content))
     begin = time.process_time()
-    with pytest.raises(ArgumentError, match=r"out\.jsonl\.settings is damaged .* is no path"):
+    with pytest.raises(ArgumentError, match=r"out\.jsonl\.settings is damaged .* is not a path"):
         Journal(out, SETTINGS)
     assert time.process_time() - begin < 2
 
@@ -151,5 +151,5 @@ def test_settings_that_are_written_can_be_read(out):
 
 
 def test_a_job_whose_output_could_not_be_resumed_is_refused():
-    with pytest.raises(ArgumentError, match="n and prompts make 20000 captions of an image, at most 16384"):
+    with pytest.raises(ArgumentError, match="n and prompts make 20000 captions per image, more than 16384"):
         CaptionSettings(prompts=["a", "b"], n=10_000, temperature=1.0)

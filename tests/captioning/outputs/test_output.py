@@ -360,7 +360,7 @@ def test_a_file_url_creates_no_folders(start, caption, two, tmp_path, monkeypatc
 
 def test_options_without_effect_on_a_format_are_refused(caption, two, tmp_path):
     for options in ({"output_dir": tmp_path}, {"skip_existing": True}):
-        with pytest.raises(ValueError, match=r"is for caption files \(txt, webdataset-json\), the format is csv"):
+        with pytest.raises(ValueError, match=r"needs a format with caption files \(txt, webdataset-json\), got csv"):
             caption(two, output=tmp_path / "out.csv", **options)
     with pytest.raises(ValueError, match=r"csv needs output FILE\.csv"):
         caption(two, format="csv")
@@ -395,5 +395,5 @@ def test_a_new_format_with_a_file_per_image_is_one_entry(caption, two, monkeypat
     monkeypatch.setattr("mmvllm.captioning.outputs.output.FORMATS", (*FORMATS, "sizes"))
     caption(two, output=two / "out.jsonl", format="sizes")
     assert (two / "a.size").read_text() == "40x40\n" and (two / "deep/b.size").read_text() == "40x44\n"
-    with pytest.raises(ValueError, match=r"for caption files \(txt, webdataset-json, sizes\), the format is csv"):
+    with pytest.raises(ValueError, match=r"with caption files \(txt, webdataset-json, sizes\), got csv"):
         caption(two, output=two / "out.csv", format="csv", skip_existing=True)

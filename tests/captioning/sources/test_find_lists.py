@@ -81,8 +81,8 @@ def test_texts_that_records_repeat_are_limited(key, most, tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("a" * 70_000, "is no path or URL: it has 70000 characters"),
-        ("a" * 300_000, "is no path or URL: it has 300000 bytes"),
+        ("a" * 70_000, "is not a path or URL: it has 70000 characters"),
+        ("a" * 300_000, "is not a path or URL: it has 300000 bytes"),
         ("a\0b", "has a NUL character"),
         ("data:image/png;base64,\0", "has a NUL character"),
         ("DATA:image/png;base64,\N{ROCKET}", "is a data URI with characters that are not ASCII"),
@@ -189,7 +189,7 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         ("a.png", "is not valid JSON (Expecting value)"),
         (b'{"image": "\xff.png"}', "is not valid JSON ('utf-8' codec can't decode byte 0xff in position 11: "),
         ("[" * 100_000, "is not valid JSON (it is nested too deeply)"),
-        (json.dumps({"image": "a" * 70_000}), "is no path or URL: it has 70000 characters"),
+        (json.dumps({"image": "a" * 70_000}), "is not a path or URL: it has 70000 characters"),
         ('{"image": "a.png", "x": [' + "{}," * 60_000 + "{}]}", "is not valid JSON (more than 100,000 values)"),
         ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
         ('{"image": "data:image/png;base64,\\u00e9"}', "is a data URI with characters that are not ASCII"),

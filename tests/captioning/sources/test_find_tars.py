@@ -322,7 +322,7 @@ def test_a_list_of_a_sparse_file_for_all_members_is_refused(tmp_path):
     header = {"GNU.sparse.map": ",".join(["1"] * 1000)}
     with tarfile.open(tmp_path / "s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers=header) as made:
         made.addfile(tarfile.TarInfo("a.png"))
-    with pytest.raises(ValueError, match=r"it says of all members that they are sparse; write it without --sparse"):
+    with pytest.raises(ValueError, match=r"its global header marks all members as sparse; write it without --sparse"):
         list(tar_members(tmp_path / "s.tar"))
 
 

@@ -57,7 +57,7 @@ async def test_a_fetched_request_may_not_set_what_admission_needs(engine, own):
     async def fetch():
         return QUESTION | own
 
-    with pytest.raises(ValueError, match=f"brings {next(iter(own))}, which is needed before"):
+    with pytest.raises(ValueError, match=f"must not contain {next(iter(own))}; pass it to"):
         await collect(engine, fetch, SHORT)
 
 

@@ -189,7 +189,7 @@ def message(**call) -> dict:
     [
         ({"tools": "f"}, "tools", "must be a list of functions, got str"),
         ({"tools": [TIME] * 129}, "tools", "at most 128"),
-        ({"tools": [TIME, TIME]}, "tools[1].function.name", "'get_time', as that of another function"),
+        ({"tools": [TIME, TIME]}, "tools[1].function.name", "must be unique, got 'get_time' as in another function"),
         ({"tools": ["f"]}, "tools[0]", "must be a dict with 'type'"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "must be a dict with 'type'"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "must be a dict with 'name'"),

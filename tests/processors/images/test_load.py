@@ -181,7 +181,7 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ("plain.png/inside", r"^plain\.png/inside: cannot be read \(Not a directory\)$"),
         ("plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
         ("file://plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
-        ("nul\0.png", r"is not a path \(embedded null byte\)"),
+        ("nul\0.png", r"is not a valid path \(embedded null byte\)"),
         ("empty.png", r"^empty\.png: is empty \(0 bytes\)$"),
         (b"", r"^the image of 0 bytes: is empty"),
         (

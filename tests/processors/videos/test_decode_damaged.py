@@ -225,8 +225,8 @@ def test_a_container_or_codec_that_is_not_allowed_is_refused(tmp_path):
     for name, codec, message in (
         ("a.mpg", "mpeg2video", "is not a video in mp4, mov"),
         ("a.ts", "libx264", "is not a video in mp4, mov"),
-        ("a.mkv", "mpeg2video", "its codec is mpeg2video, accepted are h264, hevc, vp8"),
-        ("a.mkv", "ffv1", "its codec is ffv1, accepted are h264, hevc, vp8"),
+        ("a.mkv", "mpeg2video", "its codec mpeg2video is not accepted; use h264, hevc, vp8"),
+        ("a.mkv", "ffv1", "its codec ffv1 is not accepted; use h264, hevc, vp8"),
     ):
         path = make_clip(tmp_path / name, 4, codec=codec)
         assert load_video(path, FramesAt((3,))).frames.shape == (1, 64, 96, 3)

@@ -102,7 +102,7 @@ def test_a_url_that_cannot_be_fetched(path, site, monkeypatch):
         ("/no/such/file.mp4", "/no/such/file.mp4: no such file"),
         ("/", "/: is a folder, not a video"),
         ("/dev/zero", r"/dev/zero: cannot be read \(it is a device or a pipe\)"),
-        ("a\0b", "is not a path"),
+        ("a\0b", "is not a valid path"),
         ("", "'': no such file"),
         (b"", "the video of 0 bytes: is empty"),
         (b"GIF89a", "the video of 6 bytes: is not an animated image in GIF, WEBP, AVIF"),

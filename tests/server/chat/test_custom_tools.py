@@ -188,7 +188,7 @@ def test_a_stored_call_is_continued_and_read_again(client, writes):
             "must be 'text'",
         ),
         ({"tools": [CODE | {"parameters": {"a": 1}}]}, "tools[0].parameters", "does not belong here"),
-        ({"tools": [CODE, CODE]}, "tools[1].custom.name", "as that of another tool"),
+        ({"tools": [CODE, CODE]}, "tools[1].custom.name", "the name of another tool"),
         ({"tools": [CODE, {"type": "function", "function": AS_FUNCTION}]}, "tools[1].function.name", "another tool"),
         ({"tools": [COUNT], "tool_choice": NAMED}, "tool_choice.custom.name", "not the name of a tool"),
         ({"tools": [CODE], "tool_choice": NAMED_COUNT}, "tool_choice.function.name", "not the name of a tool"),

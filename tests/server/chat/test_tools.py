@@ -197,7 +197,7 @@ LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
         ({"tools": function(name="a b")}, "tools[0].function.name", "match pattern"),
         ({"tools": function(input_schema={"a": 1})}, "tools[0].function.input_schema", "does not belong"),
         ({"tools": [COUNT | {"strict": True}]}, "tools[0].strict", "does not belong here"),
-        ({"tools": [COUNT, COUNT]}, "tools[1].function.name", "as that of another tool"),
+        ({"tools": [COUNT, COUNT]}, "tools[1].function.name", "the name of another tool"),
         ({"tools": [COUNT] * 129}, "tools", "at most 128 items"),
         ({"tools": function(parameters=[])}, PARAMETERS, "valid dictionary"),
         ({"tools": function(parameters={"type": "array"})}, PARAMETERS, "must have the type 'object', got 'array'"),

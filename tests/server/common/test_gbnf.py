@@ -85,7 +85,7 @@ BAD = {
     "a backslash at the end": ('root ::= "\\', "it ends with a backslash"),
     "no rule": ('root ::= "a"\nfoo', "Expected ::= at line 2"),
     "deep": ("root ::= " + "(" * 4000 + '"a"' + ")" * 4000, "it is nested too deeply"),
-    "long": (f'root ::= "{"a" * MAX_CHARACTERS}"', f"a grammar in GBNF may have {MAX_CHARACTERS}; write it in Lark"),
+    "long": (f'root ::= "{"a" * MAX_CHARACTERS}"', f"must have at most {MAX_CHARACTERS} characters in GBNF"),
     "costly": ("root ::= a\na ::= " + '"a"* ' * 2000, "repetitions"),
     "half a pair": (r'root ::= "\ud83d"', "cannot be enforced"),
 }

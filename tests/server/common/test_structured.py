@@ -119,7 +119,7 @@ REFUSED = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
     ({"guided_regex": "a", "guided_json": {"type": "null"}}, "guided_json", "has json and regex"),
     ({"guided_regex": "a", "response_format": FORMAT}, "guided_regex", "response_format and guided_regex both say"),
-    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "it came with regex"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "got regex"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts"),
     ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "contradicts"),
 ]

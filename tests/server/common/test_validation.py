@@ -129,7 +129,7 @@ def nested(depth: int) -> list:
         (completion(beam_width=2, echo=True, max_tokens=0), "max_tokens", "of at least 1"),
         (completion(use_beam_search=True, echo=True, stream=True), "stream", "known only at the end"),
         (completion(beam_width=2, guided_regex="a"), "guided_regex", "guided_regex cannot be used with beam search"),
-        (completion(length_penalty=2.0), "length_penalty", "is of beam search, which needs beam_width"),
+        (completion(length_penalty=2.0), "length_penalty", "needs beam search (beam_width)"),
         (completion(logprobs=True), "logprobs", "valid integer"),
         (chat({"type": "text", "text": "a"} | image_part("b")), "messages[0].content[0].text", "does not belong here"),
         (chat(image_part("b") | {"type": "text", "text": "a"}), "messages[0].content[0].image_url", "does not belong"),
@@ -178,7 +178,7 @@ def nested(depth: int) -> list:
         (chat("Hi", use_beam_search=True, temperature=0.5), "temperature", "cannot be used with beam search"),
         (chat("Hi", use_beam_search=True, stop="x"), "stop", "cannot be used with beam search"),
         (chat("Hi", use_beam_search=True, early_stopping="always"), "early_stopping", "never"),
-        (chat("Hi", early_stopping=True), "early_stopping", "is of beam search, which needs beam_width"),
+        (chat("Hi", early_stopping=True), "early_stopping", "needs beam search (beam_width)"),
         (
             chat("Hi", priority=1),
             "priority",

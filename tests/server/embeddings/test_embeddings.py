@@ -140,7 +140,7 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "pooling": "max"}, "pooling", "must be 'last' or 'mean'"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64'"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", 'give encoding_format "base64", too'),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", 'needs encoding_format "base64"'),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be at least 1, or -1"),
         ({"messages": [user("a")], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is for input"),
         ({"input": "a", "temperature": 0}, "temperature", "is not a field"),

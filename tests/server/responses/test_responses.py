@@ -190,7 +190,7 @@ def items(*parts: dict) -> list[dict]:
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"background": True}, "background", "not supported"),
         ({"include": LOGPROBS, "tools": [COUNT]}, "include", "leave out top_logprobs and include, or the tools"),
-        ({"top_logprobs": 2, "tools": [COUNT]}, "top_logprobs", "log-probabilities are shown of texts"),
+        ({"top_logprobs": 2, "tools": [COUNT]}, "top_logprobs", "log-probabilities cannot be used with tools"),
         ({"reasoning": {"effort": "little"}}, "reasoning.effort", "'low'"),
         ({"response_format": {"type": "text"}}, "response_format", "not supported"),
         ({"truncation": "middle"}, "truncation", "'disabled'"),
