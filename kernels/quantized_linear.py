@@ -170,13 +170,13 @@ def _quantized_linear_kernel(
         acc += part * scale.to(tl.float32)[:, None] if GROUP else part
         zero, scale = next_zero, next_scale
 
-    place = row[None, :].to(tl.int64) * OUT + column[:, None]
+    offset = row[None, :].to(tl.int64) * OUT + column[:, None]
     exists = has_row & has_column
     splits = tl.num_programs(2)
     is_last = True
     if splits > 1:
         size = tl.cast(N, tl.int64) * OUT
-        tl.store(parts_ptr + tl.program_id(2) * size + place, acc, mask=exists)
+        tl.store(parts_ptr + tl.program_id(2) * size + offset, acc, mask=exists)
         tl.debug_barrier()  # one thread increments the count, after all threads have stored
         done = done_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         is_last = tl.atomic_add(done, 1, sem="acq_rel") == splits - 1
@@ -184,14 +184,14 @@ def _quantized_linear_kernel(
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             UNROLL: tl.constexpr = 4 if BLOCK_M <= 32 else 1  # parts of small tiles that are read at once
             for split in tl.range(0, splits, loop_unroll_factor=UNROLL):  # in this order, whichever program is last
-                acc += tl.load(parts_ptr + split * size + place, mask=exists, other=0.0)
+                acc += tl.load(parts_ptr + split * size + offset, mask=exists, other=0.0)
             tl.store(done, 0)
     if is_last:
         if not GROUP:
             acc *= scale.to(tl.float32)[:, None]
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + column, mask=column < OUT, other=0.0).to(tl.float32)[:, None]
-        tl.store(out_ptr + place, acc, mask=exists)
+        tl.store(out_ptr + offset, acc, mask=exists)
 
 
 @triton.jit

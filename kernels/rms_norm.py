@@ -39,8 +39,8 @@ def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 def add_rms_norm_fp8_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Fp8Rows, Tensor]:
-    normalised, total = add_rms_norm_torch(x, residual, weight, eps)
-    return quantize_rows_torch(normalised), total
+    normalized, total = add_rms_norm_torch(x, residual, weight, eps)
+    return quantize_rows_torch(normalized), total
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,7 +78,7 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, BLOCK: tl
     mask = at < C
     weight = tl.load(weight_ptr + at, mask=mask)
     x = tl.load(x_ptr + row + at, mask=mask, other=0.0)
-    tl.store(out_ptr + row + at, _normalised(x, weight, eps, C), mask=mask)
+    tl.store(out_ptr + row + at, _normalized(x, weight, eps, C), mask=mask)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def _add_rms_norm_kernel(
     mask = at < C
     weight = tl.load(weight_ptr + at, mask=mask)
     total = _add(x_ptr + row + at, residual_ptr + row + at, total_ptr + row + at, mask)
-    tl.store(out_ptr + row + at, _normalised(total, weight, eps, C), mask=mask)
+    tl.store(out_ptr + row + at, _normalized(total, weight, eps, C), mask=mask)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _add_rms_norm_fp8_kernel(
     mask = at < C
     weight = tl.load(weight_ptr + at, mask=mask)
     total = _add(x_ptr + row + at, residual_ptr + row + at, total_ptr + row + at, mask)
-    store_row(_normalised(total, weight, eps, C), out_ptr + row + at, scale_ptr + index, mask)
+    store_row(_normalized(total, weight, eps, C), out_ptr + row + at, scale_ptr + index, mask)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _add(x_ptr, residual_ptr, total_ptr, mask):
 
 
 @triton.jit
-def _normalised(x, weight, eps, C: tl.constexpr):
+def _normalized(x, weight, eps, C: tl.constexpr):
     """Normalize a row, zero beyond its C values; round to its dtype before and after the weight, like the reference."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / C + eps)

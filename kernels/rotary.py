@@ -191,8 +191,8 @@ def _rotary_write_kv_kernel(
     cos = _load_angles(cos_ptr + token * HALF, HALF, HALF_BLOCK)
     sin = _load_angles(sin_ptr + token * HALF, HALF, HALF_BLOCK)
     if NORM:
-        q1, q2 = _normalise(q1, q2, q_weight_ptr, eps, HALF, HALF_BLOCK)
-        k1, k2 = _normalise(k1, k2, k_weight_ptr, eps, HALF, HALF_BLOCK)
+        q1, q2 = _normalize(q1, q2, q_weight_ptr, eps, HALF, HALF_BLOCK)
+        k1, k2 = _normalize(k1, k2, k_weight_ptr, eps, HALF, HALF_BLOCK)
     q1, q2 = _rotate(q1, q2, cos, sin)
     _store_pairs(q_out_ptr + token * (H * 2 * HALF), q1, q2, H, HALF, H_BLOCK, HALF_BLOCK)
     k1, k2 = _rotate(k1, k2, cos, sin)
@@ -227,7 +227,7 @@ def _load_angles(ptr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normalise(first, second, weight_ptr, eps, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+def _normalize(first, second, weight_ptr, eps, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
     """Normalize the halves of heads; round to their dtype before and after the weight, like the reference."""
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
@@ -299,7 +299,7 @@ def cases(shapes: KernelShapes, device: torch.device, dtype: torch.dtype) -> Ite
         moved += 2 * v.nbytes + slots.nbytes
         arguments, norm = (q, k, v, cos, sin, *caches, slots), (*torch.randn(2, D, device=device, dtype=dtype), 1e-6)
         yield Case("rotary_write_kv", shape, arguments, moved)
-        yield Case("rotary_write_kv", f"{shape} normalised", (*arguments, norm), moved + 2 * norm[0].nbytes)
+        yield Case("rotary_write_kv", f"{shape} normalized", (*arguments, norm), moved + 2 * norm[0].nbytes)
         for kv_dtype in kv_cache_dtypes(device):
             quantized = [QuantizedKVCache.of(cache, kv_dtype) for cache in caches]
             arguments, less = (q, k, v, cos, sin, *quantized, slots), caches.nbytes - 2 * quantized[0].nbytes

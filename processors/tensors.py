@@ -31,7 +31,7 @@ def own_token_ids(prompt: Any) -> list[int]:
             return []
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
             raise RequestError(
-                f"an array of token ids must be integers in one row, got shape {array.shape} and dtype {array.dtype}"
+                f"token ids of a prompt must be integers in one row, got shape {array.shape} and dtype {array.dtype}"
             )
         return array.tolist()
     if not isinstance(prompt, list | tuple):
@@ -274,7 +274,7 @@ def _split(name: str, pixel_values: Array | None, grids: list[Grid], grids_name:
     for patches in given:
         if patches.dtype != torch.uint8 and not patches.is_floating_point():
             raise RequestError(
-                f"{name} have dtype {patches.dtype}; give uint8 patches, or floats that are normalised already",
+                f"{name} have dtype {patches.dtype}; give uint8 patches, or floats that are normalized already",
                 param=name,
             )
     return [patches.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for patches in given]

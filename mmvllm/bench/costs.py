@@ -28,8 +28,8 @@ class ModelCosts:
             self._model = family_of(config.architecture).build(config, self._counter)
         self._weights = self._count_linear_weights()
         self.num_parameters = self._count_parameters()
-        places = checkpoint_views(self._model)
-        self.num_expert_parameters = sum(place.view.numel() for place in places if ".experts." in place.parameter)
+        views = checkpoint_views(self._model)
+        self.num_expert_parameters = sum(one.view.numel() for one in views if ".experts." in one.parameter)
         self.vision_flops = lru_cache(maxsize=256)(self._vision_flops)
 
     @property

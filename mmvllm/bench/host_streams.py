@@ -74,9 +74,9 @@ class _Timers:
         """Return the times of the steps in which all sequences decoded."""
         most = max(step.num_decode_tokens for step in self.stats)
         numbers = [i for i, step in enumerate(self.stats) if step.num_decode_tokens == most]
-        detokenise = median(self.detokenizing[i] for i in numbers)
+        detokenize = median(self.detokenizing[i] for i in numbers)
         deliver = median(self.delivering[i] - self.detokenizing[i] for i in numbers)
-        return median_parts([self.stats[i] for i in numbers]) | {"detokenise": detokenise, "deliver": deliver}
+        return median_parts([self.stats[i] for i in numbers]) | {"detokenize": detokenize, "deliver": deliver}
 
 
 @contextmanager

@@ -89,8 +89,8 @@ def _resolved(schema: Any) -> dict:
     """
     found, reference = schema, schema.get("$ref") if isinstance(schema, dict) else None
     if isinstance(reference, str):
-        place, _, pointer = unquote(reference).partition("#")
-        if place:
+        document, _, pointer = unquote(reference).partition("#")
+        if document:
             return {}
         for name in pointer.split("/")[1:]:
             key = name.replace("~1", "/").replace("~0", "~")

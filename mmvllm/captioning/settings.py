@@ -345,8 +345,8 @@ def task_key(fingerprint: str, *facts: str | None) -> str:
 
 def output_dir_of(caption_files: str | None) -> str | None:
     """Return the folder that the setting `caption_files` names, or None."""
-    place = (caption_files or "").partition(" ")[2]
-    return place if place != BESIDE_IMAGES and place else None
+    folder = (caption_files or "").partition(" ")[2]
+    return folder if folder != BESIDE_IMAGES and folder else None
 
 
 def _is_equal(name: str, mine: Any, other: Any, folders: Sequence[str]) -> bool:

@@ -136,7 +136,7 @@ def boxes_by_file(boxes: Sequence[Box | Point], media: Sequence[Uploaded]) -> di
 
 def turn_at(turns: Sequence[Turn], message: int) -> int:
     """Return the index of the turn that a message of `to_chat` belongs to; raises ValueError if there is none."""
-    owners = [place for place, turn in enumerate(turns) for _ in range(len(turn.media) + 2)]
+    owners = [index for index, turn in enumerate(turns) for _ in range(len(turn.media) + 2)]
     if not 0 <= message < len(owners):
         raise ValueError("this conversation is no longer here; start over")
     return owners[message]

@@ -292,8 +292,8 @@ def _ranked(seqs: list[Sequence]) -> list[Sequence]:
 
 def _logprobs_of(token_id: int, ranked: list[Candidate], number: int) -> LogprobsById:
     token_ids, values = [one.token_id for one in ranked], [one.logprob for one in ranked]
-    place = token_ids.index(token_id)
-    return token_logprobs(token_id, values[place], place + 1, values[:number], token_ids[:number])
+    index = token_ids.index(token_id)
+    return token_logprobs(token_id, values[index], index + 1, values[:number], token_ids[:number])
 
 
 def _write_hypotheses(group: SequenceGroup, finish_reason: Callable[[Sequence], FinishReason | None]) -> None:

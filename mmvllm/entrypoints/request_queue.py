@@ -342,16 +342,16 @@ class Prefetcher:
             start = time.perf_counter()
             if wait:
                 wait_until(self._has_next, self._changed)
-            place = self._ready()
+            index = self._ready()
             if self._started is not None:
                 self._waited += time.perf_counter() - start
-            if place is None:
+            if index is None:
                 if wait and self._failure is not None and not self._items:
                     raise self._failure
                 return None
             self._started = self._started or time.perf_counter()
-            item = self._items[place]
-            del self._items[place]
+            item = self._items[index]
+            del self._items[index]
             self._num_bytes -= _num_bytes(item.prompt)
             self._changed.notify_all()
         return item
@@ -421,7 +421,7 @@ class Prefetcher:
     def _ready(self) -> int | None:
         """Return the position of a request that is ready."""
         candidates = islice(self._items, 1) if self._in_order else self._items
-        return next((place for place, item in enumerate(candidates) if item.prompt.done()), None)
+        return next((index for index, item in enumerate(candidates) if item.prompt.done()), None)
 
 
 def _worker_threads(num_workers: int) -> ThreadPoolExecutor:

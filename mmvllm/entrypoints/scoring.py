@@ -47,9 +47,9 @@ class ScoringRun:
                     self._begin(item)
                 if not self._batch.groups and self._prefetcher.is_exhausted:
                     return
-                for place, output in self._batch.step():
-                    _check(place, output)
-                    yield from self._finish(*place, output)
+                for key, output in self._batch.step():
+                    _check(key, output)
+                    yield from self._finish(*key, output)
         finally:
             self._prefetcher.close()
             self._batch.abort()
@@ -59,21 +59,21 @@ class ScoringRun:
             self._begun[item.index], self._scores[item.index] = _prepared(item), {}
         self._add(item.index, 0)
 
-    def _add(self, request: int, place: int) -> None:
+    def _add(self, request: int, index: int) -> None:
         prompt, options = self._begun[request]
-        whole = continued(prompt, self._continuations[request][place])
+        whole = continued(prompt, self._continuations[request][index])
         with naming_request(request):
-            self._batch.add((request, place), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
+            self._batch.add((request, index), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
 
-    def _finish(self, request: int, place: int, output: RequestOutput) -> Iterator[tuple[int, ScoreOutput]]:
+    def _finish(self, request: int, index: int, output: RequestOutput) -> Iterator[tuple[int, ScoreOutput]]:
         scores, number = self._scores[request], len(self._continuations[request])
-        scores[place] = _score(self._continuations[request][place], output)
-        if place == 0:
+        scores[index] = _score(self._continuations[request][index], output)
+        if index == 0:
             for other in range(1, number):
                 self._add(request, other)
         if len(scores) == number:
             del self._begun[request], self._scores[request]
-            length = output.num_prompt_tokens - len(scores[place].token_ids)
+            length = output.num_prompt_tokens - len(scores[index].token_ids)
             ordered = [scores[index] for index in range(number)]
             yield request, ScoreOutput(ordered, length, output.num_image_tokens, output.num_video_tokens)
 
@@ -89,8 +89,8 @@ def _prepared(item: PreparedRequest) -> tuple[EngineInput, dict[str, Any]]:
     return prompt, request_options(own)
 
 
-def _check(place: tuple[int, int], output: RequestOutput) -> None:
-    where = f"request {place[0]}, continuation {place[1]}"
+def _check(key: tuple[int, int], output: RequestOutput) -> None:
+    where = f"request {key[0]}, continuation {key[1]}"
     if output.error is not None:
         raise RuntimeError(f"{where}: {output.error}")
     if output.finish_reason == "aborted":

@@ -60,12 +60,12 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, kv_cache: KVCache, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         """Map the previous layer's output and residual, both (N, C), to this layer's output and residual."""
-        x, residual = self._normalised(self.input_layernorm, x, residual)
+        x, residual = self._normalized(self.input_layernorm, x, residual)
         x = self.ranks.all_reduce(self.self_attn(x, cos, sin, kv_cache, batch))
-        x, residual = self._normalised(self.post_attention_layernorm, x, residual)
+        x, residual = self._normalized(self.post_attention_layernorm, x, residual)
         return self.ranks.all_reduce(self.mlp(x, batch.adapters)), residual
 
-    def _normalised(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
+    def _normalized(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor | Fp8Rows, Tensor]:
         return norm.add_fp8(x, residual) if self.is_fp8 else norm.add(x, residual)
 
     @property

@@ -49,9 +49,9 @@ class LoraPair(NamedTuple):
     b: Tensor
     scale: float
 
-    def delta(self, place: CheckpointView, device: torch.device) -> Tensor:
+    def delta(self, target_view: CheckpointView, device: torch.device) -> Tensor:
         """Return the update of a rank's part of the weight, in float32."""
-        rows, columns = place.index
+        rows, columns = target_view.index
         return (self.b[rows].to(device).float() @ self.a[:, columns].to(device).float()) * self.scale
 
 
@@ -248,7 +248,7 @@ def linear_regions(model: Model) -> dict[Target, Region]:
     regions = {}
     for prefix, module in model.named_modules():
         if isinstance(module, Linear) and not isinstance(module, VocabularyHead):
-            for place in module.checkpoint_views():
-                if place.parameter == "weight":
-                    regions[f"{prefix}.weight", place.part] = place.region
+            for target_view in module.checkpoint_views():
+                if target_view.parameter == "weight":
+                    regions[f"{prefix}.weight", target_view.part] = target_view.region
     return regions

@@ -61,16 +61,16 @@ def load_model(
     prepare(model)
     _check_merges(model, pairs)
     if load_format == "dummy":
-        _fill_randomly(Places(model, device), seed, pairs)
+        _fill_randomly(CheckpointViews(model, device), seed, pairs)
     else:
         files = weight_files(folder)
         most_values = 8 * sum(path.stat().st_size for path in files)  # no format stores a value in less than one bit
-        _fill(Places(model, device, most_values), files, folder, pairs, progress=ranks.rank == 0)
+        _fill(CheckpointViews(model, device, most_values), files, folder, pairs, progress=ranks.rank == 0)
     model.tie_head()
     return model
 
 
-class Places:
+class CheckpointViews:
     """Maps a checkpoint's tensors to views of the model's parameters; modules are allocated and processed as they fill.
 
     Args:
@@ -154,8 +154,10 @@ def _tensors(files: list[Path], progress: bool) -> Iterator[tuple[str, StoredTen
             raise ValueError(f"{path} is damaged: {reason}; download it again") from None
 
 
-def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool) -> None:
-    model, missing, extra, misshapen, unreadable, infinite, tied = places.model, set(places), [], [], [], [], {}
+def _fill(
+    views: CheckpointViews, files: list[Path], folder: Path, pairs: Mapping[Target, LoraPair], progress: bool
+) -> None:
+    model, missing, extra, misshapen, unreadable, infinite, tied = views.model, set(views), [], [], [], [], {}
     for name, stored in _assembled(files, model.config, progress):
         target = model.parameter_for(name)
         if target is None:
@@ -167,21 +169,21 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
             continue
         missing.discard(target)
         own = (model.tied[target[0]], None) if is_tied else target
-        part = _part(stored, places.planned(own))
+        part = _part(stored, views.planned(own))
         if part is None:
             misshapen.append(
-                f"{name[:200]} is {shown(tuple(stored.get_shape()))}, needs {places.planned(own).whole_shape}"
+                f"{name[:200]} is {shown(tuple(stored.get_shape()))}, needs {views.planned(own).whole_shape}"
             )
         elif isinstance(part, Tensor) and part.dtype not in FLOATS:
             unreadable.append(f"{name} is {str(part.dtype).removeprefix('torch.')}")
         elif is_tied:
-            tied[name] = part.dequantized() if isinstance(part, QuantizedTensor) else part, places[own].view
+            tied[name] = part.dequantized() if isinstance(part, QuantizedTensor) else part, views[own].view
         else:
-            if not _copied(part, places[own], pairs.get(own), places.device):
+            if not _copied(part, views[own], pairs.get(own), views.device):
                 infinite.append(name)
-            places.filled(own)
+            views.filled(own)
     problems = {
-        "missing tensors": [model.checkpoint_name(*target) for target in places if target in missing],
+        "missing tensors": [model.checkpoint_name(*target) for target in views if target in missing],
         "tensors that belong to no parameter or come twice": extra,
         "tensors of the wrong shape": misshapen,
         "tensors that are not floats, as in a quantized checkpoint without its quantization_config": unreadable,
@@ -195,11 +197,13 @@ def _fill(places: Places, files: list[Path], folder: Path, pairs: Mapping[Target
         raise ValueError(f"{folder} does not match its config.json: {'; '.join(found)}")
 
 
-def _copied(part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device) -> bool:
+def _copied(
+    part: Tensor | QuantizedTensor, target_view: CheckpointView, pair: LoraPair | None, device: torch.device
+) -> bool:
     """Copy the region of a tensor to its view; return False if any value is not finite."""
-    merged = _merged(part, place, pair, device)
-    place.view.copy_(merged)
-    values = merged.scales if isinstance(merged, QuantizedTensor) else place.view
+    merged = _merged(part, target_view, pair, device)
+    target_view.view.copy_(merged)
+    values = merged.scales if isinstance(merged, QuantizedTensor) else target_view.view
     if values.is_meta or not values.numel():
         return True
     return all(bound.isfinite() for bound in torch.aminmax(values))  # aminmax propagates NaN
@@ -216,21 +220,21 @@ def _assembled(
 
 
 def _merged(
-    part: Tensor | QuantizedTensor, place: CheckpointView, pair: LoraPair | None, device: torch.device
+    part: Tensor | QuantizedTensor, target_view: CheckpointView, pair: LoraPair | None, device: torch.device
 ) -> Tensor | QuantizedTensor:
     """Return the values of a view plus the adapter's update; they are rounded once, when they are copied."""
-    if isinstance(place.view, QuantizedPartView):
+    if isinstance(target_view.view, QuantizedPartView):
         if not isinstance(part, QuantizedTensor):
-            raise ValueError(f"{place.parameter} is not quantized, but quantization_config says that it is")
+            raise ValueError(f"{target_view.parameter} is not quantized, but quantization_config says that it is")
         return part.to(device)
     if isinstance(part, QuantizedTensor):
         part = part.to(device).dequantized()
-    return part if pair is None else part.to(device).float() + pair.delta(place, device)
+    return part if pair is None else part.to(device).float() + pair.delta(target_view, device)
 
 
 def _check_merges(model: Model, pairs: Mapping[Target, LoraPair]) -> None:
-    for place in checkpoint_views(model):
-        if (place.parameter, place.part) in pairs and isinstance(place.view, QuantizedPartView):
+    for target_view in checkpoint_views(model):
+        if (target_view.parameter, target_view.part) in pairs and isinstance(target_view.view, QuantizedPartView):
             raise ValueError(
                 "lora: an adapter cannot be merged into quantized weights, which stay as they are stored; "
                 "give dtype='float32', or enable_lora=True and the adapter with each request"
@@ -252,21 +256,21 @@ def _views_by_module(model: nn.Module) -> Iterator[tuple[str, list[CheckpointVie
 
 def _views_of(name: str, module: nn.Module) -> Iterator[CheckpointView]:
     if isinstance(module, AssembledModule):
-        for place in module.checkpoint_views():
-            yield place._replace(parameter=f"{name}.{place.parameter}")
+        for target_view in module.checkpoint_views():
+            yield target_view._replace(parameter=f"{name}.{target_view.parameter}")
     else:
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             yield CheckpointView(parameter_name, None, parameter.data, tuple(map(Shard.of, parameter.shape)))
 
 
-def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
+def _part(stored: StoredTensor, target_view: CheckpointView) -> Tensor | None:
     """Return the region of a tensor in the shape of its parameter, or None if the tensor does not fit.
 
     A convolution kernel (embed_dim, channels, frames, height, width), which all ranks have, becomes the matrix
     (embed_dim, patch_dim). Weights of experts are published as (E, in, out) and saved by transformers as (E, out, in);
     square ones are assumed to be the latter.
     """
-    shape, whole, index = tuple(stored.get_shape()), place.whole_shape, place.index
+    shape, whole, index = tuple(stored.get_shape()), target_view.whole_shape, target_view.index
     if shape == whole:
         return stored[index]
     if len(shape) == 5 and (shape[0], prod(shape[1:])) == whole:
@@ -276,23 +280,23 @@ def _part(stored: StoredTensor, place: CheckpointView) -> Tensor | None:
     return None
 
 
-def _fill_randomly(places: Places, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
+def _fill_randomly(views: CheckpointViews, seed: int, pairs: Mapping[Target, LoraPair]) -> None:
     """Fill the model with random weights, one tensor at a time; ranks take their parts of the same whole tensors."""
     logger.info("random weights (load_format='dummy'): the text will make no sense")
-    generator = torch.Generator(places.device).manual_seed(seed % 2**64)
-    for target in places:
-        _fill_place_randomly(places, target, generator, pairs)
-        places.filled(target)
+    generator = torch.Generator(views.device).manual_seed(seed % 2**64)
+    for target in views:
+        _fill_one_randomly(views, target, generator, pairs)
+        views.filled(target)
 
 
-def _fill_place_randomly(
-    places: Places, target: Target, generator: torch.Generator, pairs: Mapping[Target, LoraPair]
+def _fill_one_randomly(
+    views: CheckpointViews, target: Target, generator: torch.Generator, pairs: Mapping[Target, LoraPair]
 ) -> None:
-    place = places[target]
-    view = place.view
+    target_view = views[target]
+    view = target_view.view
     if view.dim() > 1:
-        whole = torch.empty(place.whole_shape, dtype=view.dtype, device=places.device)
-        part = whole.normal_(0.0, 0.02, generator=generator)[place.index]
-        view.copy_(_merged(part, place, pairs.get(target), places.device))
+        whole = torch.empty(target_view.whole_shape, dtype=view.dtype, device=views.device)
+        part = whole.normal_(0.0, 0.02, generator=generator)[target_view.index]
+        view.copy_(_merged(part, target_view, pairs.get(target), views.device))
     else:
-        view.fill_(0.0 if place.parameter.endswith("bias") else 1.0)
+        view.fill_(0.0 if target_view.parameter.endswith("bias") else 1.0)

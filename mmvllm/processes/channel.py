@@ -139,25 +139,25 @@ class Channel:
 
     def send_packed(self, message: PackedMessage) -> None:
         """Send a packed message; raises OSError if the other end is closed."""
-        place = self._write(message.views)
-        self.pipe.send_bytes(pickle.dumps((place, message.sizes, message.data)))
-        for view in message.views if place is None else ():
+        slot = self._write(message.views)
+        self.pipe.send_bytes(pickle.dumps((slot, message.sizes, message.data)))
+        for view in message.views if slot is None else ():
             self.pipe.send_bytes(view)
 
     def _write(self, views: list[memoryview]) -> int | None:
         """Write the views to a buffer and return its index; None if they must go through the pipe."""
         if not (views and self._buffers):
             return None
-        place = self._num_written % len(self._buffers)
-        if not self._buffers[place].write(views):
+        slot = self._num_written % len(self._buffers)
+        if not self._buffers[slot].write(views):
             return None
         self._num_written += 1
-        return place
+        return slot
 
     def receive(self) -> Any:
         """Wait for an object; raises EOFError or OSError if the other end is closed."""
-        place, sizes, data = pickle.loads(self.pipe.recv_bytes())
-        buffers = [*map(self._piece, sizes)] if place is None else self._buffers[place].read(sizes)
+        slot, sizes, data = pickle.loads(self.pipe.recv_bytes())
+        buffers = [*map(self._piece, sizes)] if slot is None else self._buffers[slot].read(sizes)
         return pickle.loads(data, buffers=buffers)
 
     def _piece(self, size: int) -> bytearray:

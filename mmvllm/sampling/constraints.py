@@ -201,13 +201,13 @@ class TokenMasks:
 
     Args:
         seqs: M sequences.
-        places: (M,) int32, their rows of the step's logits.
+        row_indices: (M,) int32, their rows of the step's logits.
         allowed: (M, ceil(V / 32)) uint32, as in `kernels/token_mask.py`.
-        errors: why a sequence gets no token, by place; its request ends.
+        errors: why a sequence gets no token, by row index; its request ends.
     """
 
     seqs: list[Sequence]
-    places: np.ndarray
+    row_indices: np.ndarray
     allowed: np.ndarray
     errors: dict[int, RequestError] = field(default_factory=dict)
 
@@ -232,9 +232,11 @@ class MaskThreads:
         self._num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="mmvllm-masks")
 
-    def begin(self, places: np.ndarray, seqs: list[Sequence]) -> PendingMasks:
+    def begin(self, row_indices: np.ndarray, seqs: list[Sequence]) -> PendingMasks:
         """Start to fill the masks of sequences whose logits will be in these rows."""
-        masks = TokenMasks(seqs, places.astype(np.int32), np.full((len(seqs), self._num_words), _ALL_TOKENS, np.uint32))
+        masks = TokenMasks(
+            seqs, row_indices.astype(np.int32), np.full((len(seqs), self._num_words), _ALL_TOKENS, np.uint32)
+        )
         constrained = [i for i, seq in enumerate(seqs) if seq.constraints]
         parts = [constrained[i :: self._num_threads] for i in range(self._num_threads)]
         return PendingMasks(masks, [self._threads.submit(_fill_masks, masks, part) for part in parts if part])
@@ -249,4 +251,4 @@ def _fill_masks(masks: TokenMasks, indices: list[int]) -> None:
                 raise ConstraintFailed("no token can follow: every token is forbidden")
         except ConstraintFailed as error:
             masks.allowed[i] = 0
-            masks.errors[int(masks.places[i])] = error.detached()
+            masks.errors[int(masks.row_indices[i])] = error.detached()

@@ -90,11 +90,11 @@ class Sampler:
 
     def begin_masks(self, req_indices: np.ndarray, step: SchedulerOutput) -> PendingMasks | None:
         """Start computing the token masks of the sampled sequences (R,); None if no sequence is constrained."""
-        places = np.flatnonzero(self._states.needs[req_indices] & RESTRICTED)
-        if not places.size:
+        row_indices = np.flatnonzero(self._states.needs[req_indices] & RESTRICTED)
+        if not row_indices.size:
             return None
         seqs = [chunk.seq for chunk in step.chunks if chunk.samples]
-        return self._mask_threads.begin(places, [seqs[place] for place in places])
+        return self._mask_threads.begin(row_indices, [seqs[row_index] for row_index in row_indices])
 
     @torch.inference_mode()
     def __call__(
@@ -135,13 +135,13 @@ class Sampler:
         self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor
     ) -> "Candidates":
         """The candidates of beams. As in transformers, penalties apply to log-probabilities, not to logits."""
-        places = np.flatnonzero(self._states.needs[req_indices] & BEAM)
-        at = to_device(torch.from_numpy(places), logits.device)
+        row_indices = np.flatnonzero(self._states.needs[req_indices] & BEAM)
+        at = to_device(torch.from_numpy(row_indices), logits.device)
         logprobs = logits[at].float().log_softmax(dim=-1)
-        req_indices, ends, on_device = req_indices[places], ends[places], [x[at] for x in indices_on_device]
+        req_indices, ends, on_device = req_indices[row_indices], ends[row_indices], [x[at] for x in indices_on_device]
         needs = int(np.bitwise_or.reduce(self._states.needs[req_indices]))  # of beams alone
         adjusted = self._adjusted(logprobs, req_indices, ends, on_device, needs)
-        return Candidates(adjusted, places, self._states.num_candidates[req_indices])
+        return Candidates(adjusted, row_indices, self._states.num_candidates[req_indices])
 
     def _adjusted(
         self, logits: Tensor, req_indices: np.ndarray, ends: np.ndarray, indices_on_device: Tensor | None, needs: int
@@ -153,18 +153,18 @@ class Sampler:
         if needs & BIAS:
             adjusted = _own(adjusted, logits)
             pairs, values = self._states.biases(req_indices)
-            places, ids = to_device(torch.from_numpy(pairs), logits.device)
-            adjusted[places, ids] += to_device(torch.from_numpy(values), logits.device)
+            row_indices, ids = to_device(torch.from_numpy(pairs), logits.device)
+            adjusted[row_indices, ids] += to_device(torch.from_numpy(values), logits.device)
         if needs & MIN_TOKENS and (pairs := self._states.forbidden(req_indices, ends)).size:
-            places, ids = to_device(torch.from_numpy(pairs), logits.device)
+            row_indices, ids = to_device(torch.from_numpy(pairs), logits.device)
             adjusted = _own(adjusted, logits)
-            adjusted[places, ids] = float("-inf")
+            adjusted[row_indices, ids] = float("-inf")
         return adjusted
 
     def _logprobs(self, logits: Tensor, req_indices: np.ndarray, token_ids: Tensor) -> "Logprobs":
-        places = np.flatnonzero(self._states.needs[req_indices] & LOGPROBS)
-        asked = [self._states.logprob_ids[i] for i in req_indices[places]]
-        return Logprobs(logits, token_ids, places, self._states.num_logprobs[req_indices[places]], asked)
+        row_indices = np.flatnonzero(self._states.needs[req_indices] & LOGPROBS)
+        asked = [self._states.logprob_ids[i] for i in req_indices[row_indices]]
+        return Logprobs(logits, token_ids, row_indices, self._states.num_logprobs[req_indices[row_indices]], asked)
 
 
 def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
@@ -174,17 +174,17 @@ def _own(adjusted: Tensor, logits: Tensor) -> Tensor:
 
 def _restricted(logits: Tensor, masks: TokenMasks) -> Tensor:
     """Apply the caller's logits processors and the token masks, in place."""
-    for seq, place in zip(masks.seqs, masks.places.tolist(), strict=True):
-        if seq.sampling_params.logits_processors and place not in masks.errors:
+    for seq, row_index in zip(masks.seqs, masks.row_indices.tolist(), strict=True):
+        if seq.sampling_params.logits_processors and row_index not in masks.errors:
             try:
-                logits[place] = apply_logits_processors(logits[place].clone(), seq)
+                logits[row_index] = apply_logits_processors(logits[row_index].clone(), seq)
             except ConstraintFailed as error:
-                logits[place] = float("-inf")
-                masks.errors[place] = error.detached()
-    allowed, places = (
-        to_device(torch.from_numpy(x), logits.device) for x in (masks.allowed.view(np.int32), masks.places)
+                logits[row_index] = float("-inf")
+                masks.errors[row_index] = error.detached()
+    allowed, row_indices = (
+        to_device(torch.from_numpy(x), logits.device) for x in (masks.allowed.view(np.int32), masks.row_indices)
     )
-    mask_tokens(logits, allowed, places)
+    mask_tokens(logits, allowed, row_indices)
     return logits
 
 
@@ -195,18 +195,18 @@ class Logprobs:
         self,
         logits: Tensor,
         token_ids: Tensor,
-        places: np.ndarray,
+        row_indices: np.ndarray,
         numbers: np.ndarray,
         asked: list[tuple[int, ...]],
     ):
         """Compute them at once, because logits of a CUDA graph are overwritten by the next.
 
-        `places` (R',) are the rows that get log-probabilities: of the chosen token, of the `numbers` (R',) most likely
-        tokens and of the tokens `asked`, both for each row.
+        `row_indices` (R',) are the rows that get log-probabilities: of the chosen token, of the `numbers` (R',) most
+        likely tokens and of the tokens `asked`, both for each row.
         """
-        self._places, self._numbers, self._asked = places.tolist(), numbers.tolist(), asked
-        if len(places) < len(logits):
-            at = to_device(torch.from_numpy(places), logits.device)
+        self._row_indices, self._numbers, self._asked = row_indices.tolist(), numbers.tolist(), asked
+        if len(row_indices) < len(logits):
+            at = to_device(torch.from_numpy(row_indices), logits.device)
             logits, token_ids = logits[at], token_ids[at]
         ids = None
         if longest := max(map(len, asked)):
@@ -217,31 +217,31 @@ class Logprobs:
     def by_row(self, token_ids: list[int], *columns: list) -> dict[int, TokenLogprobs]:
         """By row of the logits, from `tensors` on the host; none where there is no token."""
         found = {}
-        rows = zip(self._places, self._numbers, self._asked, *columns, strict=True)
-        for place, number, asked, own, rank, top, ids, *of_asked in rows:
-            if (token_id := token_ids[place]) >= 0:
+        rows = zip(self._row_indices, self._numbers, self._asked, *columns, strict=True)
+        for row_index, number, asked, own, rank, top, ids, *of_asked in rows:
+            if (token_id := token_ids[row_index]) >= 0:
                 made = token_logprobs(token_id, own, rank, top[:number], ids[:number])
                 for asked_id, value in zip(asked, *of_asked, strict=False) if asked else ():
                     made.setdefault(asked_id, Logprob(value))
-                found[place] = TokenLogprobs(own, made)
+                found[row_index] = TokenLogprobs(own, made)
         return found
 
 
 class Candidates:
     """The most likely next tokens of beams."""
 
-    def __init__(self, logprobs: Tensor, places: np.ndarray, numbers: np.ndarray):
-        """Take the `numbers` (R',) largest of `logprobs` (R', V); `places` (R',) are the rows of the step's logits."""
-        self._places, self._numbers = places.tolist(), numbers.tolist()
+    def __init__(self, logprobs: Tensor, row_indices: np.ndarray, numbers: np.ndarray):
+        """Take the `numbers` (R',) largest of `logprobs` (R', V), the rows `row_indices` (R',) of the step's logits."""
+        self._row_indices, self._numbers = row_indices.tolist(), numbers.tolist()
         best = logprobs.topk(int(numbers.max()), dim=-1)
         self.tensors = best.values, best.indices  # on the device
 
     def by_row(self, values: list, ids: list) -> dict[int, list[Candidate]]:
         """By row of the logits, best first, from `tensors` on the host; without tokens that cannot follow."""
         found = {}
-        for place, number, logprobs, token_ids in zip(self._places, self._numbers, values, ids, strict=True):
+        for row_index, number, logprobs, token_ids in zip(self._row_indices, self._numbers, values, ids, strict=True):
             pairs = zip(token_ids[:number], logprobs[:number], strict=True)
-            found[place] = [Candidate(token_id, logprob) for token_id, logprob in pairs if isfinite(logprob)]
+            found[row_index] = [Candidate(token_id, logprob) for token_id, logprob in pairs if isfinite(logprob)]
         return found
 
 

@@ -78,14 +78,14 @@ class SamplingStates:
 
     def biases(self, req_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(2, pairs): indices into `req_indices`, and token ids with a bias; and the biases (pairs,)."""
-        places = np.flatnonzero(self.needs[req_indices] & BIAS)
-        pairs = _pairs(places, [self._bias_ids[i] for i in req_indices[places]])
-        return pairs, np.concatenate([self._bias_values[i] for i in req_indices[places]])
+        row_indices = np.flatnonzero(self.needs[req_indices] & BIAS)
+        pairs = _pairs(row_indices, [self._bias_ids[i] for i in req_indices[row_indices]])
+        return pairs, np.concatenate([self._bias_values[i] for i in req_indices[row_indices]])
 
 
-def _pairs(places: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
+def _pairs(row_indices: np.ndarray, ids: list[np.ndarray]) -> np.ndarray:
     """(2, pairs): each index with each of its ids."""
-    return np.stack([places.repeat([len(i) for i in ids]), np.concatenate([places[:0], *ids])])
+    return np.stack([row_indices.repeat([len(i) for i in ids]), np.concatenate([row_indices[:0], *ids])])
 
 
 class PenaltyCounts:

@@ -52,7 +52,7 @@ def token_logprobs(
 ) -> LogprobsById:
     """The log-probability of a token, then of the most likely tokens in descending order, by id."""
     found = {token_id: Logprob(logprob, rank)}
-    for place, (value, top_id) in enumerate(zip(top, top_ids, strict=True), 1):
+    for rank, (value, top_id) in enumerate(zip(top, top_ids, strict=True), 1):
         if top_id != token_id:
-            found[top_id] = Logprob(value, place)
+            found[top_id] = Logprob(value, rank)
     return found

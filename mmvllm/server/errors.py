@@ -148,8 +148,8 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, message, headers=error.headers).response()
 
     async def from_validation(request: Request, error: RequestValidationError) -> Response:
-        place, *path = error.errors()[0]["loc"]
-        if place == "query":
+        source, *path = error.errors()[0]["loc"]
+        if source == "query":
             return ApiError(400, f"{path[0]}: {_message(error.errors()[0])}", param=path[0]).response()
         if error.body is None:
             return ApiError(400, "the body is empty; send the request as JSON").response()

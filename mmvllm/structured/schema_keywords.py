@@ -58,7 +58,7 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _PROPERTIES = ("properties", "patternProperties")
 _OF_ONE, _OF_LISTS = ("additionalProperties", "items", "additionalItems"), ("anyOf", "oneOf", "allOf", "prefixItems")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_Place = tuple[str | int, ...]
+_Path = tuple[str | int, ...]
 _VALUES = ("const", "default", "examples", "example")  # keywords whose value may be null
 
 
@@ -155,21 +155,21 @@ def num_schemas(schema: Any) -> int:
 
 def check_keywords(schema: dict[str, Any]) -> None:
     """Raise RequestError that names the first keyword that cannot be enforced, and its location."""
-    for place, part in _parts(schema):
+    for path, part in _parts(schema):
         for keyword, patterns in _expressions_in(part):
             if not all(map(_is_enforced, patterns)):
                 reason = "has a look-around, a back-reference or \\b, and cannot be enforced"
-                raise _refused(keyword, place, reason)
+                raise _refused(keyword, path, reason)
         for keyword in part:
             if not (keyword in ENFORCED or keyword in ANNOTATIONS or str(keyword).startswith("x-")):
-                raise _refused(keyword, place, "cannot be enforced")
+                raise _refused(keyword, path, "cannot be enforced")
         most, required = part.get("minProperties", 0), part.get("required")
         # A text may repeat an additional key, which counts as one property.
         if isinstance(most, int) and most > (len(set(map(str, required))) if isinstance(required, list) else 0):
-            raise _refused("minProperties", place, "can be enforced only up to the number of required properties")
+            raise _refused("minProperties", path, "can be enforced only up to the number of required properties")
         others = isinstance(part.get("items"), list) or "additionalItems" in part
         if "prefixItems" in part and others:  # from an earlier draft, which ignores prefixItems
-            raise _refused("prefixItems", place, "cannot be enforced beside additionalItems or a list of items")
+            raise _refused("prefixItems", path, "cannot be enforced beside additionalItems or a list of items")
     check_cost(schema)
 
 
@@ -189,28 +189,28 @@ def check_cost(schema: dict[str, Any]) -> None:
     _check_multiples(schema)
     _check_products(schema)
     num_pairs = 0
-    for place, part in _parts(schema):
+    for path, part in _parts(schema):
         named = part.get("patternProperties")
         num_pairs += len(named) ** 2 if isinstance(named, dict) else 0
         if num_pairs > MAX_PAIRS:
             reason = f"has, with others, too many expressions, which are compared in more than {MAX_PAIRS} pairs"
-            raise _refused("patternProperties", place, reason)
+            raise _refused("patternProperties", path, reason)
         for keyword, patterns in _expressions_in(part):
             joined = "".join(pattern for pattern in patterns if isinstance(pattern, str))
             if joined and is_costly(joined):
-                raise _refused(keyword, place, f"has {TOO_COSTLY}")
+                raise _refused(keyword, path, f"has {TOO_COSTLY}")
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:
     """Refuse integers that float64 cannot represent: llguidance rounds them, and fails on some."""
-    for place, part in _parts(schema):
+    for path, part in _parts(schema):
         kinds = _kinds(part)
         for name in _BOUNDS:
             if is_number(value := part.get(name)) and abs(value) > LARGEST_INTEGER and kinds != {"number"}:
-                raise _refused(name, place, f"has to be in [-2**53, 2**53], got {value!r:.40}")
+                raise _refused(name, path, f"has to be in [-2**53, 2**53], got {value!r:.40}")
         for name in ("const", "enum"):
             if _has_larger(part.get(name)):
-                raise _refused(name, place, "has a number beyond 2**53; write the numbers as strings")
+                raise _refused(name, path, "has a number beyond 2**53; write the numbers as strings")
 
 
 def _kinds(part: Mapping[str, Any]) -> set[Any]:
@@ -233,10 +233,10 @@ def _check_depth(schema: dict[str, Any]) -> None:
     """Refuse references that are nested too deeply, since llguidance follows them recursively."""
     depths: dict[str, int] = {}  # by definition; "" is the schema itself
     references: dict[str, list[str]] = {}
-    for place, part in _parts(schema):
-        is_inner = place[:1] in (("$defs",), ("definitions",))
-        owner = "/".join(map(str, place[:2])) if is_inner else ""
-        depths[owner] = max(depths.get(owner, 0), len(place) + 1 - 2 * is_inner)
+    for path, part in _parts(schema):
+        is_inner = path[:1] in (("$defs",), ("definitions",))
+        owner = "/".join(map(str, path[:2])) if is_inner else ""
+        depths[owner] = max(depths.get(owner, 0), len(path) + 1 - 2 * is_inner)
         if isinstance(reference := part.get("$ref"), str):
             target = "/".join(reference.partition("#")[2].strip("/").split("/")[:2])
             references.setdefault(owner, []).append(target)
@@ -254,7 +254,7 @@ def _check_bounds(schema: dict[str, Any]) -> None:
     everywhere = {
         is_low: sorted(bound for _, part in parts for bound in _bounds(part, is_low)) for is_low in (True, False)
     }
-    for place, part in parts:
+    for path, part in parts:
         if not (combines or not _kinds(part) or "number" in _kinds(part)):
             continue
         for name, is_low in (("exclusiveMinimum", True), ("exclusiveMaximum", False)):
@@ -265,7 +265,7 @@ def _check_bounds(schema: dict[str, Any]) -> None:
             others = everywhere[not is_low] if combines else sorted(_bounds(part, not is_low))
             if _has_between(others, *near) and not _has_between(sorted(_bounds(part, is_low)), *near):  # none stricter
                 reason = "cannot be enforced beside another bound less than 1 away; write a bound that is included"
-                raise _refused(name, place, reason)
+                raise _refused(name, path, reason)
 
 
 def _bounds(part: dict[str, Any], is_low: bool) -> list[float]:
@@ -289,22 +289,22 @@ def _combines(part: dict[str, Any]) -> bool:
 
 def _check_multiples(schema: dict[str, Any]) -> None:
     remainders = 1
-    for place, part in _parts(schema):
+    for path, part in _parts(schema):
         if is_number(value := part.get("multipleOf")) and value > 0:
             remainders = lcm(remainders, _num_remainders(value)) if value <= MAX_MULTIPLE else value
             if remainders > MAX_REMAINDERS:
                 reason = "is too large, or has too few factors in common with others, to be enforced; use a smaller one"
-                raise _refused("multipleOf", place, reason)
+                raise _refused("multipleOf", path, reason)
 
 
 def _check_products(schema: dict[str, Any]) -> None:
     """Refuse too many properties beside too many alternatives: each alternative is compiled with all properties."""
-    for place, part in _parts(schema):
+    for path, part in _parts(schema):
         num_properties = sum(len(part[name]) for name in _PROPERTIES if isinstance(part.get(name), dict))
         for keyword in ("anyOf", "oneOf", "allOf"):
             if isinstance(part.get(keyword), list) and num_properties * len(part[keyword]) > MAX_PRODUCT:
                 product = f"{len(part[keyword])} members beside {num_properties} properties"
-                raise _refused(keyword, place, f"has {product}; their product must be at most {MAX_PRODUCT}")
+                raise _refused(keyword, path, f"has {product}; their product must be at most {MAX_PRODUCT}")
 
 
 def _num_remainders(value: float) -> int:
@@ -321,7 +321,7 @@ def _num_remainders(value: float) -> int:
 
 def _check_conjunctions(schema: dict[str, Any]) -> None:
     parts = list(_parts(schema))
-    patterns = [(name, place) for place, part in parts for name in ("pattern", "format") if name in part]
+    patterns = [(name, path) for path, part in parts for name in ("pattern", "format") if name in part]
     if len(patterns) > MAX_PATTERNS and any(_is_conjunction(part) for _, part in parts):
         reason = (
             f"is one of {len(patterns)}; beside allOf, or a $ref with other keywords, {MAX_PATTERNS} can be enforced"
@@ -337,27 +337,27 @@ def _is_conjunction(part: dict[str, Any]) -> bool:
     return num_schemas + has_others > 1 and num_schemas > 0
 
 
-def _refused(keyword: Any, place: _Place, reason: str) -> RequestError:
-    pointer = "".join(f"/{name}" for name in place)
+def _refused(keyword: Any, path: _Path, reason: str) -> RequestError:
+    pointer = "".join(f"/{name}" for name in path)
     message = f"structured.json has the keyword {keyword!r:.100} at {pointer or '/':.200}, which {reason}"
     return RequestError(message, param="structured.json", value=keyword)
 
 
-def _parts(schema: Any) -> Iterator[tuple[_Place, dict[str, Any]]]:
+def _parts(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
     """Yield every schema in a schema, with the names and indices that lead to it."""
-    waiting: deque[tuple[_Place, Any]] = deque([((), schema)])
+    waiting: deque[tuple[_Path, Any]] = deque([((), schema)])
     while waiting:
-        place, part = waiting.popleft()
+        path, part = waiting.popleft()
         if isinstance(part, dict):
-            yield place, part
-            waiting += _inner(place, part)
+            yield path, part
+            waiting += _inner(path, part)
 
 
-def _inner(place: _Place, part: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
+def _inner(path: _Path, part: dict[str, Any]) -> Iterator[tuple[_Path, Any]]:
     for keyword, value in part.items():
         if keyword in _OF_ONE and isinstance(value, dict):
-            yield (*place, keyword), value
+            yield (*path, keyword), value
         elif keyword in (*_OF_LISTS, "items") and isinstance(value, list):
-            yield from (((*place, keyword, i), one) for i, one in enumerate(value))
+            yield from (((*path, keyword, i), one) for i, one in enumerate(value))
         elif keyword in _OF_NAMES and isinstance(value, dict):
-            yield from (((*place, keyword, name), one) for name, one in value.items())
+            yield from (((*path, keyword, name), one) for name, one in value.items())

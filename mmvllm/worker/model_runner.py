@@ -223,7 +223,7 @@ class ModelRunner:
         return self.model.encode_patches(patches, layout.to(self.device)), True
 
     def _pixels(self, items: list[MultiModalItem]) -> Tensor:
-        """(P, patch_dim) normalised patches of all items; those that are alike are copied and normalised at once."""
+        """(P, patch_dim) normalized patches of all items; those that are alike are copied and normalized at once."""
         alike = groupby(items, lambda item: (item.modality, item.patches.dtype, item.patches.device))
         runs = [self._normalized(modality, [item.patches for item in run]) for (modality, *_), run in alike]
         return runs[0] if len(runs) == 1 else torch.cat(runs)

@@ -66,15 +66,15 @@ def check_parameters(schema: Any, param: str = "parameters") -> dict:
     return schema
 
 
-def check_calls(message: Mapping[str, Any], place: str) -> list[dict]:
+def check_calls(message: Mapping[str, Any], path: str) -> list[dict]:
     """Return the calls of an assistant message, with arguments as objects; raises RequestError that names the field.
 
     Arguments that are not a JSON object are replaced by an empty one.
     """
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
-        raise _error(f"{place}.tool_calls", f"must be a list, got {type(calls).__name__}")
-    return [_checked_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        raise _error(f"{path}.tool_calls", f"must be a list, got {type(calls).__name__}")
+    return [_checked_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
 def arguments_as_text(given: Any) -> str:
@@ -91,27 +91,27 @@ def for_template(messages: list[dict], tools: list[dict], reads_tools: bool) -> 
     return _in_hermes_format(messages, tools), {}
 
 
-def _checked(tool: Any, place: str) -> dict:
+def _checked(tool: Any, path: str) -> dict:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise _error(place, "must be a dict with 'type', \"function\", and 'function'")
+        raise _error(path, "must be a dict with 'type', \"function\", and 'function'")
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise _error(f"{place}.function", f"must be a dict with 'name', got {type(function).__name__}")
+        raise _error(f"{path}.function", f"must be a dict with 'name', got {type(function).__name__}")
     name, description = function.get("name"), function.get("description")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
-        raise _error(f"{place}.function.name", f"must be 1 to 128 of A-Z, a-z, 0-9, _, ., : and -, got {name!r:.150}")
+        raise _error(f"{path}.function.name", f"must be 1 to 128 of A-Z, a-z, 0-9, _, ., : and -, got {name!r:.150}")
     if not isinstance(description, str | None):
-        raise _error(f"{place}.function.description", f"must be a string, got {type(description).__name__}")
+        raise _error(f"{path}.function.description", f"must be a string, got {type(description).__name__}")
     made = {"name": name} | ({} if description is None else {"description": description})
     if (parameters := function.get("parameters")) is not None:
-        made["parameters"] = check_parameters(parameters, f"{place}.function.parameters")
+        made["parameters"] = check_parameters(parameters, f"{path}.function.parameters")
     return {"type": "function", "function": made}
 
 
-def _checked_call(call: Any, place: str) -> dict:
+def _checked_call(call: Any, path: str) -> dict:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _error(f"{place}.function", "must be a dict with 'name' and 'arguments'")
+        raise _error(f"{path}.function", "must be a dict with 'name' and 'arguments'")
     made = {"name": function["name"], "arguments": _arguments_of_history(function.get("arguments"))}
     return {"type": "function", "function": made}
 

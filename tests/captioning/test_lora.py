@@ -26,7 +26,7 @@ def test_an_adapter_is_a_setting(checkpoint, make_llm, tmp_path):
         caption_images(image, output=output, **given)
     llm = make_llm(checkpoint, lora=adapter)
     assert list(caption_images(image, output=output, llm=llm, max_tokens=6)) == []
-    with pytest.raises(ArgumentError, match="lora cannot be given together with llm"):
+    with pytest.raises(ArgumentError, match="lora cannot be combined with llm"):
         caption_images(image, llm=llm, lora=adapter)
     with pytest.raises(ArgumentError, match="lora is one of the job's settings"):
         caption_images(image, model=checkpoint, engine_args=ENGINE | {"lora": adapter})

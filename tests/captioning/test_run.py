@@ -315,8 +315,8 @@ def test_an_engine_that_fails_every_time_ends_the_run(folder, llm, tmp_path, mon
         ({"llm": None, "engine_args": {"dtype": "float32"}}, "dtype is one of the job's settings"),
         ({"llm": None, "engine_args": {"quantization": "int8"}}, "quantization is one of the job's settings"),
         ({"engine_args": {"max_num_seqs": 2}}, "give either llm, or model and engine_args"),
-        ({"dtype": "float32"}, "dtype cannot be given together with llm"),
-        ({"quantization": "int8"}, "quantization cannot be given together with llm"),
+        ({"dtype": "float32"}, "dtype cannot be combined with llm"),
+        ({"quantization": "int8"}, "quantization cannot be combined with llm"),
     ],
 )
 def test_conflicting_engine_arguments_are_refused(options, message, folder, llm):

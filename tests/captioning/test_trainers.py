@@ -90,8 +90,8 @@ def test_a_suffix_that_no_file_can_have_is_refused(suffix, folder, llm):
         ({"context_from": ".json"}, "context is read from text files only"),
         ({"context_mode": "after"}, "context_mode must be one of prepend, append, got 'after'"),
         ({"caption_extension": ".caption"}, "caption_extension needs the format txt, got jsonl"),
-        ({"format": "webdataset-json", "caption_extension": ".caption"}, "the format is webdataset-json"),
-        ({"format": "txt", "context_from": ".txt"}, "would replace what they are made from"),
+        ({"format": "webdataset-json", "caption_extension": ".caption"}, "needs the format txt, got webdataset-json"),
+        ({"format": "txt", "context_from": ".txt"}, "would replace the context that they are generated from"),
         ({"format": "txt", "caption_extension": ".tags", "context_from": ".tags"}, "choose another caption_extension"),
     ],
 )

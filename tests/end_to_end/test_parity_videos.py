@@ -56,7 +56,7 @@ def test_a_clip_of_one_frame(shape, checkpoints, reference, make_llm):
 
 
 def pixels(prompt, modality: str, llm) -> torch.Tensor:
-    """Normalised patches of a prompt's images or videos."""
+    """Normalized patches of a prompt's images or videos."""
     patches = torch.cat([item.patches for item in prompt.mm_items if item.modality == modality])
     return normalized(patches, llm.engine.image_config if modality == "image" else llm.engine.video_config)
 

@@ -48,9 +48,9 @@ BAD = {
     "UserDict": (collections.UserDict({"prompt": "x"}), "a request must be a dict .*, got UserDict"),
     "bytes": (b"abc", "got bytes"),
     "None": (None, "got NoneType"),
-    "floats": (np.array([5.0]), "token ids must be integers"),
-    "floats in a dict": ({"prompt_token_ids": np.array([5.0])}, "token ids must be integers"),
-    "two rows": (np.array([[5, 6]]), "token ids must be integers in one row"),
+    "floats": (np.array([5.0]), "token ids of a prompt must be integers in one row"),
+    "floats in a dict": ({"prompt_token_ids": np.array([5.0])}, "token ids of a prompt must be integers in one row"),
+    "two rows": (np.array([[5, 6]]), "token ids of a prompt must be integers in one row"),
     "images beside messages": (
         {**ask({"type": "image"}), "multi_modal_data": {"image": [IMAGE, IMAGE]}},
         r"messages have 1 part \{'type': 'image'\} without a source, and 2 images beside them",

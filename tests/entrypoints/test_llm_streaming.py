@@ -13,7 +13,7 @@ import tqdm.auto
 import tqdm.notebook
 
 import mmvllm.entrypoints.llm
-from mmvllm import LLM, Delta, RequestOutput, SamplingParams
+from mmvllm import Delta, RequestOutput, SamplingParams
 from mmvllm.errors import RequestError, RequestsAborted
 from tests.helpers.engine.requests import ask, noise_image
 
@@ -39,7 +39,6 @@ def by_completion(deltas: list[Delta]) -> dict[tuple[str, int], list[Delta]]:
 def test_without_stream_it_yields_finished_requests(llm):
     outputs = list(llm.stream_multimodal(REQUESTS, SHORT))
     assert all(isinstance(output, RequestOutput) for output in outputs) and len(outputs) == len(REQUESTS)
-    assert "yields each request's output when it finishes" in LLM.stream_multimodal.__doc__
 
 
 def test_deltas_together_are_the_completions(llm):

@@ -63,9 +63,9 @@ def test_the_fused_norm_equals_the_norm_rounded_afterwards(N, C, device, dtype):
     x, weight = rows(N, C, device, dtype), torch.randn(C, device=device).to(dtype)
     residual = x.flip(1) / 3
     got, total = add_rms_norm_fp8_triton(x, residual, weight, EPS)
-    normalised, want_total = add_rms_norm_triton(x, residual, weight, EPS)
+    normalized, want_total = add_rms_norm_triton(x, residual, weight, EPS)
     assert torch.equal(total, want_total)
-    assert_same_rows(got, quantize_rows_torch(normalised))
+    assert_same_rows(got, quantize_rows_torch(normalized))
     assert torch.equal(total, add_rms_norm_fp8_torch(x, residual, weight, EPS)[1])
 
 

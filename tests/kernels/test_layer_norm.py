@@ -28,7 +28,7 @@ def test_error_is_bounded_by_the_reference(N, C, device, dtype):
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
-def test_the_sum_is_rounded_before_it_is_normalised(device):
+def test_the_sum_is_rounded_before_it_is_normalized(device):
     """2049 and 2051 are 2048 and 2052 in float16."""
     x = torch.tensor([[1.0, 3.0] * 32], dtype=torch.float16, device=device)
     ones = torch.ones(64, dtype=torch.float16, device=device)

@@ -46,8 +46,8 @@ def test_error_with_a_residual_is_bounded_by_the_reference(N, C, device, dtype):
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
 
 
-def test_the_sum_is_rounded_before_it_is_normalised(device):
-    """2049 and 2051 are 2048 and 2052 in float16; normalised, that is 0.9990 and 1.0010, not 0.9995 and 1.0005."""
+def test_the_sum_is_rounded_before_it_is_normalized(device):
+    """2049 and 2051 are 2048 and 2052 in float16; normalized, that is 0.9990 and 1.0010, not 0.9995 and 1.0005."""
     x = torch.tensor([[1.0, 3.0] * 32], dtype=torch.float16, device=device)
     weight = torch.ones(64, dtype=torch.float16, device=device)
     for add in (add_rms_norm, add_rms_norm_triton):

@@ -51,7 +51,7 @@ def norm_of_heads(D, device, dtype):
     return (*(1 + torch.randn(2, D, device=device) / 4).to(dtype), 1e-6)
 
 
-def normalised_in_float64(x, weight, eps):
+def normalized_in_float64(x, weight, eps):
     x = x.double()
     return weight.double() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
@@ -68,7 +68,7 @@ def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, qk_norm, devi
     got = rotary_write_kv_triton(q, k, v, cos, sin, *caches, slots, norm)
     reference = rotary_write_kv_torch(q, k, v, cos, sin, *reference_caches, slots, norm)
     if norm is not None:
-        q, k = normalised_in_float64(q, norm[0], norm[2]), normalised_in_float64(k, norm[1], norm[2])
+        q, k = normalized_in_float64(q, norm[0], norm[2]), normalized_in_float64(k, norm[1], norm[2])
     exact_q, exact_k = rotary_torch(q.double(), k.double(), cos.double(), sin.double())
     assert_no_worse(got, reference, exact_q)
 
@@ -80,7 +80,7 @@ def test_writes_rotated_keys_and_values_to_their_slots(N, H, K, D, qk_norm, devi
 
 
 @pytest.mark.parametrize("write", [rotary_write_kv_torch, rotary_write_kv_triton])
-def test_heads_are_normalised_as_transformers_does(write, device):
+def test_heads_are_normalized_as_transformers_does(write, device):
     """Without a rotation, equal to a unit in the last place; eps matters for the small heads of the second token."""
     dtype = torch.float16
     q, k, v, _, _ = qkv_and_angles(3, 4, 2, 64, device, dtype, dtype)

@@ -154,7 +154,7 @@ def test_top_k_distinguishes_adjacent_floats(device):
     logits = torch.tensor([1.5, 1.0, 0.0, -1.0, -1.5])
     below = torch.nextafter(logits, torch.tensor(-INF))
     logits = torch.stack([logits, below, torch.nextafter(below, torch.tensor(-INF))], dim=1)
-    logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbours of 0 are subnormal, which a GPU may flush to 0
+    logits[2, 1:] = torch.tensor([-1e-30, -2e-30])  # neighbors of 0 are subnormal, which a GPU may flush to 0
     V = logits.numel()
     logits = logits.flatten().expand(V, V).to(device)
     assert draw(logits, 16, top_k=torch.arange(1, V + 1), uniform=1 - 2**-24).tolist() == [*range(V)]

@@ -17,13 +17,13 @@ def test_equal_to_the_definition(V, block, dtype, device):
     wide[:, :V] = torch.randn(4, V, generator=torch.Generator().manual_seed(0))
     allowed = rng.integers(0, 2**32, (3, -(-V // 32)), np.uint32)
     allowed[0], allowed[1] = 0, 0xFFFFFFFF
-    places = [2, 3, 0]
+    row_indices = [2, 3, 0]
     want = wide.clone()
-    for bits, place in zip(allowed, places, strict=True):
+    for bits, row_index in zip(allowed, row_indices, strict=True):
         for token in range(V):
             if not bits[token // 32] >> (token % 32) & 1:
-                want[place, token] = -INF
-    arguments = [torch.from_numpy(x).to(device) for x in (allowed.view(np.int32), np.array(places, np.int32))]
+                want[row_index, token] = -INF
+    arguments = [torch.from_numpy(x).to(device) for x in (allowed.view(np.int32), np.array(row_indices, np.int32))]
     for mask in (mask_tokens, mask_tokens_torch, lambda *a: mask_tokens_triton(*a, block=block)):
         got = wide.clone()
         mask(got[:, :V], *arguments)

@@ -58,7 +58,7 @@ def tokens(number: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def in_float64(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
-    """The definition: every expert for every token, weighted with its renormalised probability, or with zero."""
+    """The definition: every expert for every token, weighted with its renormalized probability, or with zero."""
     x, router, gate_up, down = (t.double() for t in (x, *mlp.parameters()))
     probs = (x @ router.T).softmax(-1)
     top = probs.topk(mlp.num_experts_per_tok, dim=-1)

@@ -1,4 +1,4 @@
-"""Patches of the items of a step, copied and normalised together: each with its modality's values."""
+"""Patches of the items of a step, copied and normalized together: each with its modality's values."""
 
 import torch
 

@@ -211,8 +211,8 @@ class _TasksInFlight:
 
     def select(self, prepared: PreparedRequest) -> bool:
         """Return whether the engine captions a prepared request: not if the job is stopped or it is a duplicate."""
-        number, place = divmod(prepared.index, self._settings.num_prompts)
-        if place:
+        number, prompt_index = divmod(prepared.index, self._settings.num_prompts)
+        if prompt_index:
             return number in self._works  # if its first prompt was selected
         work, prompt = self._works[number], prepared.prompt.result()
         work.num_prompts = 1 + len(prompt.others)
@@ -238,12 +238,12 @@ class _TasksInFlight:
 
     def finish(self, index: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
         """Yield the numbered records that an output completes; a task that was not selected has the output None."""
-        number, place = divmod(index, self._settings.num_prompts)
+        number, prompt_index = divmod(index, self._settings.num_prompts)
         if output is not None:
             work = self._works.get(number)
             if work is None:  # another prompt of the image was dropped when the job was stopped
                 return
-            work.outputs[place] = output
+            work.outputs[prompt_index] = output
             if len(work.outputs) < work.num_prompts:
                 return
             del self._works[number]

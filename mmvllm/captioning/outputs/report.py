@@ -232,10 +232,10 @@ def _drawn(boxes: Any, width: float | None, height: float | None) -> Iterator[li
     if not (isinstance(boxes, list) and width and height):
         return
     for box in boxes:
-        place, point = (box.get("box"), box.get("point")) if isinstance(box, dict) else (None, None)
-        place = place or (point * 2 if isinstance(point, list) else None)
-        if isinstance(place, list) and len(place) == 4 and None not in map(_number, place):
-            x1, y1, x2, y2 = (100 * value / side for value, side in zip(place, (width, height) * 2, strict=True))
+        corners, point = (box.get("box"), box.get("point")) if isinstance(box, dict) else (None, None)
+        corners = corners or (point * 2 if isinstance(point, list) else None)
+        if isinstance(corners, list) and len(corners) == 4 and None not in map(_number, corners):
+            x1, y1, x2, y2 = (100 * value / side for value, side in zip(corners, (width, height) * 2, strict=True))
             edges = [round(value, 2) for value in (x1, y1, x2 - x1, y2 - y1)]
             yield [*edges, _clean(label) if (label := box.get("label")) is not None else ""]
 

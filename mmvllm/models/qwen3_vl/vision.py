@@ -97,14 +97,14 @@ def _taps(grid: Grid, merge_size: int, side: int) -> tuple[Tensor, Tensor]:
     They are on the CPU. The image's grid is stretched over the learned grid such that the corners coincide.
     """
     rows, columns = vision_positions([grid], merge_size)
-    (top, bottom, down), (left, right, across) = _neighbours(rows, grid[1], side), _neighbours(columns, grid[2], side)
+    (top, bottom, down), (left, right, across) = _neighbors(rows, grid[1], side), _neighbors(columns, grid[2], side)
     indexes = torch.stack([top * side + left, top * side + right, bottom * side + left, bottom * side + right])
     weights = [(1 - down) * (1 - across), (1 - down) * across, down * (1 - across), down * across]
     return indexes, torch.stack(weights)
 
 
-def _neighbours(at: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbors(at: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the learned positions before and after patches `at` of `size` along an axis, and the fraction between."""
-    place = at.float() * (side - 1) / max(size - 1, 1)
-    before = place.floor()
-    return before.long(), (before.long() + 1).clamp(max=side - 1), place - before
+    position = at.float() * (side - 1) / max(size - 1, 1)
+    before = position.floor()
+    return before.long(), (before.long() + 1).clamp(max=side - 1), position - before

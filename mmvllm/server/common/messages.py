@@ -197,8 +197,8 @@ class MediaPart(OpenPart):
     @model_validator(mode="after")
     def _has_source(self) -> Self:
         if self.uuid is None and self.url is None:
-            place = (self.type,) if self.source is None else (self.type, "url")
-            lines = [InitErrorDetails(type="missing", loc=place, input=None)]
+            path = (self.type,) if self.source is None else (self.type, "url")
+            lines = [InitErrorDetails(type="missing", loc=path, input=None)]
             raise ValidationError.from_exception_data(type(self).__name__, lines)
         return self
 

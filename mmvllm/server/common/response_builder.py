@@ -193,8 +193,8 @@ class ResponseBuilder:
             str(token_id): PromptLogprob(
                 logprob=max(logprob, NO_LOGPROB), rank=logprob.rank, decoded_token=logprob.decoded_token
             )
-            for place, (token_id, logprob) in items
-            if not place or logprob.rank <= self._prompt_logprobs
+            for index, (token_id, logprob) in items
+            if not index or logprob.rank <= self._prompt_logprobs
         }
 
 

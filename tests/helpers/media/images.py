@@ -34,5 +34,5 @@ def image_config(**settings: Any) -> ImageProcessorConfig:
 
 
 def normalized(patches: torch.Tensor, config: ImageProcessorConfig) -> torch.Tensor:
-    """Patches of images or of videos as float32, normalised as the engine does it."""
+    """Patches of images or of videos as float32, normalized as the engine does it."""
     return normalize(patches, config.pixel_table())

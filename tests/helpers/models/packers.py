@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs the nibbles have, the lowest first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighboring outputs the nibbles have, the lowest first
 IN_ORDER = tuple(range(8))
 
 

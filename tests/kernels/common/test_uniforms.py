@@ -67,8 +67,8 @@ def test_uniform(seeds, indices):
 
 
 @pytest.mark.parametrize("seed_step, index_step", [(1, 0), (0, 1), (1, 1), (1, -1), (2**32, 0)])
-def test_neighbours_are_independent(seed_step, index_step):
-    """Pairs of numbers of neighbouring seeds and indices fill the unit square evenly."""
+def test_neighbors_are_independent(seed_step, index_step):
+    """Pairs of numbers of neighboring seeds and indices fill the unit square evenly."""
     seeds, indices = range(500), range(1, 401)
     first = numbers(seeds, indices).flatten().numpy()
     second = numbers([s + seed_step for s in seeds], [i + index_step for i in indices]).flatten().numpy()

@@ -161,7 +161,7 @@ def test_a_processor_may_reuse_its_buffers(checkpoint, make_llm, llm):
         (lambda made: made.update(image_grid_thw=5), "image_grid_thw must be an array or a list, got 5"),
         (lambda made: made.update(pixel_values=made["pixel_values"].int()), "dtype torch.int32"),
         (lambda made: made.update(pixel_values=None), "pixel_values have shapes"),
-        (lambda made: made.update(input_ids=made["input_ids"].float()), "token ids must be integers"),
+        (lambda made: made.update(input_ids=made["input_ids"].float()), "must be integers in one row"),
     ],
 )
 def test_malformed_returns_are_refused_and_other_requests_finish(change, message, checkpoint, llm):

@@ -20,7 +20,7 @@ QUESTION = ask("See ", {"video": FRAMES, "fps": 2}, noise_image(60, 60), {"video
 
 
 class TakesVideos:
-    """Calls like transformers' processors, which normalise patches and may leave placeholders as they are."""
+    """Calls like transformers' processors, which normalize patches and may leave placeholders as they are."""
 
     def __init__(self, llm, change=lambda made: None):
         self.llm, self.change, self.given = llm, change, []

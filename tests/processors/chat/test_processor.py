@@ -77,7 +77,7 @@ def foreign(request, tokenizer):
 
 
 def as_values(prompt: EngineInput) -> tuple:
-    """A prompt as comparable values; of the normalised pixels only a digest, so that differences can be printed."""
+    """A prompt as comparable values; of the normalized pixels only a digest, so that differences can be printed."""
     pixels = torch.cat([*patches_of(prompt)] or [torch.zeros(0)])
     if pixels.dtype == torch.uint8:
         pixels = normalized(pixels, CONFIG)

@@ -232,7 +232,7 @@ def test_frames_may_have_their_channels_first():
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ([FRAMES[0], FRAMES[1, :, :50]], VideoError, "frame 1 of the list: is 50x56 pixels, frame 0 84x56; frames of"),
+        ([FRAMES[0], FRAMES[1, :, :50]], VideoError, "frame 1 of the list: is 50x56 pixels, frame 0 84x56; all"),
         ([FRAMES[0], "/no/such.png"], ImageError, r"/no/such\.png: no such file"),
         (
             FRAMES[:, :, :, :2],
