@@ -9,8 +9,8 @@ start, model load, run and end, drawn from a seed: four times in six by SIGKILL,
 SIGINT. When it has finished, its records are compared with the records of an undisturbed run, without times and without
 the choice of the original among equal images, and its caption files byte by byte. Jobs follow each other until N kills
 are done. Prints a table; the exit code is 1 if anything differs. Each run is a process forked from one that has
-imported torch. With several engines, an engine is killed some time before each run, which must survive that. Processes
-that a run leaves behind are counted. Linux only.
+imported torch. With several engines, an engine is killed some time before each run is killed; the run must survive
+that. Processes that a run leaves behind are counted. Linux only.
 """
 
 import argparse

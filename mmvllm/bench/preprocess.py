@@ -101,7 +101,10 @@ def _worker_counts(most: int) -> list[int]:
 def _images_per_second(
     processors: Processors, images: list[bytes], workers: int, repeat: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return images per second and CPU seconds per image, by processor; the first of the alternating turns warms up."""
+    """Return images per second, and this process's CPU seconds per image, by processor.
+
+    Processors take turns, and the first turn of each is a warm-up.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in processors}
     with ThreadPoolExecutor(workers) as pool:
         for _ in range(repeat + 1):

@@ -1,4 +1,4 @@
-"""Fetch and decode untrusted images and videos within the limits of a policy, in worker processes."""
+"""Fetch untrusted images and videos, and decode them in worker processes, within the limits of a policy."""
 
 from mmvllm.media.policy import MediaPolicy
 

@@ -3,8 +3,8 @@
     WorkerPool.run, in a thread of the parent  <── a channel for each process ──>  serve, in the process
 
 A process is killed if its task exceeds the time limit or is cancelled, or if it gives no sign of life. The next task
-starts a new one. Processes are spawned, not forked, since the parent's threads may hold locks. They end with their
-parent.
+replaces a process that was killed or died. Processes are spawned, not forked, since the parent's threads may hold
+locks. They end with their parent.
 """
 
 import atexit

@@ -46,7 +46,7 @@ class H2DCopier:
         self._device, self._stream = device, stream
 
     def concatenated(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Concatenate tensors (P, D) of one dtype, all on the host or all on the device, on the device."""
+        """Concatenate tensors (P, D) of one dtype, all on the host or all on the device; contiguous, on the device."""
         if self._stream is None or tensors[0].device.type != "cpu":
             return (torch.cat(tensors) if len(tensors) > 1 else tensors[0].contiguous()).to(self._device)
         with self._stream.inside():

@@ -16,8 +16,8 @@ STYLE = {
     "json_allowed_escapes": '"\\bfnrt',
 }
 
-# A schema with only these keywords, and without properties, allows no parameters, as in OpenAI's API. In JSON Schema it
-# would allow any parameters.
+# A schema with only these keywords, and without properties and required names, allows no parameters, as in OpenAI's
+# API. In JSON Schema it would allow any parameters.
 _OF_NO_PARAMETERS = {"$schema", "title", "description", "type", "properties", "required"}
 
 

@@ -132,7 +132,7 @@ class ClipPlan:
     def sizes(self, num_frames: int, height: int, width: int) -> list[Resize]:
         """Return the sizes to which each frame is resized, one after the other.
 
-        Raises RequestError for bounds that cannot be met, and for a video of more than `max_tokens`.
+        Raises RequestError for bounds that cannot be met, and for a video of `max_tokens` or more.
         """
         if not self.part:
             return self.final_sizes(num_frames, height, width)

@@ -31,7 +31,10 @@ KEYS = (*SAMPLING_KEYS, *SIZE_KEYS, *LIST_KEYS)
 
 
 def frame_indices(part: Mapping[str, Any], info: VideoInfo) -> list[int]:
-    """Return the indices of the frames to sample; raises RequestError for a range of less than two frames."""
+    """Return the indices of the frames to sample.
+
+    Raises RequestError for a range of less than two frames, and for both `fps` and `nframes`.
+    """
     start, end = _frame_range(part, info)
     number = _num_frames(part, end - start + 1, info.fps)
     return torch.linspace(start, end, number).round().long().tolist()
@@ -58,7 +61,7 @@ def _num_frames(part: Mapping[str, Any], total: int, fps: float) -> int:
         if "fps" in part:
             raise RequestError("a video has both fps and nframes; give one of them", param="nframes")
         number = round(part["nframes"] / FRAME_FACTOR) * FRAME_FACTOR
-        # The package refuses a number above the video's; here all frames of the video are taken.
+        # The package refuses a number above the video's; here it is lowered to the largest even number of its frames.
         return max(min(number, total // FRAME_FACTOR * FRAME_FACTOR), 1)
     low = math.ceil(part.get("min_frames", MIN_FRAMES) / FRAME_FACTOR) * FRAME_FACTOR
     high = part.get("max_frames", min(MAX_FRAMES, total)) // FRAME_FACTOR * FRAME_FACTOR

@@ -36,9 +36,10 @@ class RunStep:
 
 
 def run_step(step: RunStep, seconds: float, logs: Path) -> dict:
-    """Run a step for at most `seconds`; return its "status", "seconds", "command", "result", "output" and "reason".
+    """Run a step for at most `seconds`; return its "status", "seconds" and "command".
 
-    The status is "ok", "failed", "time limit", or "not available".
+    The status is "ok", "failed", "time limit", or "not available". "result" and "output" are added if the step ran, and
+    "reason" unless it is "ok".
     """
     missing = [name for name in step.needs if find_spec(name) is None]
     record = {"command": " ".join(step.command), "seconds": 0.0}
