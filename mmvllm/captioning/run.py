@@ -15,11 +15,10 @@ from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.process_source import ProcessSource
 from mmvllm.captioning.jobs.progress import Progress
 from mmvllm.captioning.jobs.ray_options import RayOptions
-from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import fitting
-from mmvllm.captioning.settings import BESIDE_IMAGES, ENGINE_SETTINGS, CaptionSettings
+from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
@@ -120,7 +119,7 @@ def caption_images(
         for name in ("lora", "chat_template"):
             if settings.get(name) is not None:
                 settings[name] = os.fspath(settings[name])  # records contain text, not paths
-        job = CaptionSettings(caption_files=_caption_files(format, output_dir, caption_extension), **settings)
+        job = CaptionSettings(**settings)
         _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
         engine_args |= {name: getattr(job, name) for name in ENGINE_SETTINGS}
         resuming = (overwrite, append_anyway, skip_existing, retry_failed)
@@ -134,7 +133,7 @@ def caption_images(
         if ray is not None:
             from mmvllm.captioning.jobs.ray_source import RaySource  # imported here because Ray is optional
 
-            source = RaySource(spec, selection, out.files, ordered, ray, out.earlier)
+            source = RaySource(spec, selection, out.files, ordered, ray)
             stack.callback(source.close)
         elif server is not None:
             from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # imported here because httpx is optional
@@ -165,13 +164,6 @@ def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoin
         "lora": None if config.lora is None else os.fspath(config.lora),
         "chat_template": None if config.chat_template is None else os.fspath(config.chat_template),
     }
-
-
-def _caption_files(format: str | None, output_dir: Path | None, extension: str | None) -> str | None:
-    if format not in FILE_FORMATS:
-        return None
-    own_suffix = "" if extension in (None, FILE_FORMATS[format][0]) else f"{extension} "
-    return f"{format} {own_suffix}{output_dir or BESIDE_IMAGES}"
 
 
 def _check_engine(
@@ -333,7 +325,7 @@ def _write(record: dict, pending_tasks: PendingTasks, output: Output) -> None:
         output.write(record)
     except JobError as error:
         in_flight = pending_tasks.in_flight.copy()  # the thread that finds images adds entries
-        names = [path for key, path in in_flight.items() if output.index.line(key) is None]
+        names = [path for key, path in in_flight.items() if output.index.offset(key) is None]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason = (
             f"{error}. In flight and not recorded: {', '.join(names[:3])}{more}; remove the cause, then run the same "

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,13 +22,6 @@ from mmvllm.processors.videos.clip import DEFAULT_FPS, MAX_FPS
 from mmvllm.sampling_params import MAX_COMPLETIONS, SamplingParams
 from mmvllm.utils.arguments import is_number
 
-# The fingerprints of existing outputs include this text, so it cannot change; messages say "images".
-BESIDE_IMAGES = "beside the pictures"
-# Every fingerprint covers these settings; settings that were added later count only if they differ from their default.
-FIRST_SETTINGS = (
-    *("model", "dtype", "system", "prompt", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels"),
-    *("prefix", "suffix", "trigger_word", "caption_files"),
-)
 # Settings that are also options of the engine, because they change what it computes.
 ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora", "chat_template")
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
@@ -85,7 +76,7 @@ class CaptionSettings:
 
     `prefix`, `suffix` and `trigger_word` are added to the model's text in the order prefix, "trigger_word, ", text,
     suffix. `context_from` is the suffix of text files beside the images that are read as context for the prompt;
-    `context_mode`, "prepend" or "append", places any context. `caption_files` describes the caption files of the job.
+    `context_mode`, "prepend" or "append", places any context.
     Special tokens in the prompt, system message and context are plain text, unless `allow_special_tokens` is true.
     `chat_template` replaces the checkpoint's template, and `chat_template_kwargs` are passed to the template. With a
     `schema`, which is a JSON schema as a dict, as text or as a pydantic model, captions are JSON that matches it, and
@@ -102,12 +93,11 @@ class CaptionSettings:
 
     With `jpeg_draft`, large JPEGs are decoded at a reduced scale, which changes pixel values.
 
-    Captions that repeat themselves are ended, unless `stop_on_repetition` is false. Earlier versions did not end them,
-    but their outputs can be resumed nevertheless.
+    Captions that repeat themselves are ended, unless `stop_on_repetition` is false.
 
     Resuming compares names, values and defaults of the fields with an existing output. A new field therefore needs a
     default that keeps the earlier behavior, and this default must never change. To rename or remove a field, raise
-    `VERSION` in settings_file.py and convert older files there.
+    `VERSION` in settings_file.py.
     """
 
     model: str = "bundled"
@@ -122,7 +112,6 @@ class CaptionSettings:
     prefix: str = ""
     suffix: str = ""
     trigger_word: str | None = None
-    caption_files: str | None = None
     quantization: str | None = None
     allow_special_tokens: bool = False
     context_from: str | None = None
@@ -204,25 +193,17 @@ class CaptionSettings:
         return _fingerprint(self)
 
     @property
-    def output_dir(self) -> str | None:
-        """The folder of the caption files; None if there are none, or if they are beside the images."""
-        return output_dir_of(self.caption_files)
-
-    @property
     def is_repeatable(self) -> bool:
         """Whether equal images get equal captions, because decoding is greedy or seeded."""
         return self.temperature == 0 or self.seed is not None
 
-    def difference(self, other: dict[str, Any], folders: Sequence[str] = ()) -> list[str]:
-        """Describe the fields that differ from `other`, the settings of an earlier run; missing fields have defaults.
-
-        `folders` are the working directories of earlier runs, to which a relative output folder may refer.
-        """
+    def difference(self, other: dict[str, Any]) -> list[str]:
+        """Describe the fields that differ from `other`, settings of an earlier run, in which fields may be missing."""
         mine, theirs = dataclasses.asdict(self), _DEFAULTS | other
         changed = [
-            f"{name} was {_shown(name, theirs[name])}, is {_shown(name, value)}"
+            f"{name} was {theirs[name]!r:.200}, is {value!r:.200}"
             for name, value in mine.items()
-            if not _is_equal(name, value, theirs[name], folders)
+            if value != theirs[name]
         ]
         unknown = [name for name, value in other.items() if name not in mine and value]
         return changed + [
@@ -276,16 +257,15 @@ class CaptionSettings:
         parts = [f"Context: {context}", prompt] if context else [prompt]
         return "\n\n".join(parts if self.context_mode == "prepend" else reversed(parts))
 
-    def key(self, item: Item, path: str | None = None, fingerprint: str | None = None) -> str:
-        """Return the key of a task (32 hex digits): a hash of the real path, id, prompt, settings and clip.
+    def key(self, item: Item) -> str:
+        """Return the key of a task (32 hex digits): a hash of the settings, real path, id, prompt, data URI and clip.
 
-        Pass `path` and `fingerprint` for an earlier run that recorded the task with different ones. The text beside
-        the image is not part of the key: like the image itself, it may change without creating a new task.
+        The text beside the image is not part of the key: like the image itself, it may change without creating a new
+        task.
         """
-        path, fingerprint = path or item.real_path, fingerprint or self.fingerprint
-        data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else ""
-        facts = (path, item.id, self._prompt(item, item.context), data)
-        return task_key(fingerprint, *facts, *([item.part] if item.part else []))
+        data = item.source if isinstance(item.source, str) and item.source[:5].lower() == "data:" else None
+        facts = (self.fingerprint, item.real_path, item.id, self._prompt(item, item.context), data, item.part)
+        return _digest("\0".join(fact or "" for fact in facts))
 
     def content_key(self, digest: str, prompt: str) -> str:
         """Return a hash (32 hex digits) that images or clips with this digest, prompt and settings share."""
@@ -320,47 +300,13 @@ class CaptionSettings:
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierRuns:
-    """The working directories of the runs that made an output, and the fingerprints of settings equal to this run's."""
-
-    folders: tuple[str, ...] = ()
-    fingerprints: tuple[str, ...] = ()
-
-
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(CaptionSettings)}
 
 
 @cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
-    values = dataclasses.asdict(settings)
-    named = {name: value for name, value in values.items() if name in FIRST_SETTINGS or value != _DEFAULTS[name]}
-    return _digest(json.dumps(named, sort_keys=True))[:16]
-
-
-def task_key(fingerprint: str, *facts: str | None) -> str:
-    """Return a task's key from the fingerprint of its settings, its path, id and prompt, its data URI, and its clip."""
-    return _digest("\0".join((fingerprint, *(fact or "" for fact in facts))))
-
-
-def output_dir_of(caption_files: str | None) -> str | None:
-    """Return the folder that the setting `caption_files` names, or None."""
-    folder = (caption_files or "").partition(" ")[2]
-    return folder if folder != BESIDE_IMAGES and folder else None
-
-
-def _is_equal(name: str, mine: Any, other: Any, folders: Sequence[str]) -> bool:
-    if mine == other or name != "caption_files" or not (mine and other):
-        return mine == other
-    here, there = output_dir_of(mine), output_dir_of(other)
-    if here is None or there is None or mine.partition(" ")[0] != other.partition(" ")[0]:
-        return False
-    return os.path.realpath(here) in {os.path.realpath(os.path.join(folder, there)) for folder in (".", *folders)}
-
-
-def _shown(name: str, value: Any) -> str:
-    text = f"{value!r:.200}"
-    return text.replace(BESIDE_IMAGES, "beside the images") if name == "caption_files" else text
+    changed = {name: value for name, value in dataclasses.asdict(settings).items() if value != _DEFAULTS[name]}
+    return _digest(json.dumps(changed, sort_keys=True))[:16]
 
 
 def _digest(text: str) -> str:

@@ -65,14 +65,6 @@ def test_tables_have_them_as_json(run, tmp_path):
     assert sorted(cells) == sorted(json.dumps(record["boxes"]) for record in made)
 
 
-def test_outputs_of_earlier_versions_are_resumed(run, tmp_path):
-    _, made = run("out.jsonl")
-    lines = [json.dumps({name: value for name, value in record.items() if name != "boxes"}) for record in made[:-1]]
-    (tmp_path / "out.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    _, again = run("out.jsonl")
-    assert [record["path"] for record in again] == [made[-1]["path"]]
-
-
 def test_the_report_has_places_in_per_cent(run, tmp_path):
     _, made = run("out.jsonl")
     broken = [[], 3, {"box": 1}, {"box": [1, 2, 3]}, {"point": [1, "2"]}, {"box": [1, 2, 3, float("inf")]}]

@@ -72,13 +72,6 @@ def test_equal_relative_paths_in_other_working_directories_are_other_images(here
     assert left(SETTINGS, "images", output=out) == ["images/a.png", "images/deep/b.png"]
 
 
-def test_a_moved_tree_is_resumed_by_its_relative_path(here, out, tmp_path, monkeypatch):
-    record_all(SETTINGS, "images", output=out)
-    here.rename(tmp_path / "moved")
-    monkeypatch.chdir(tmp_path / "moved")
-    assert left(SETTINGS, "images", output=out) == []
-
-
 def test_links_to_a_file_are_images_with_names_of_their_own(here, out):
     os.symlink("a.png", "images/c.png")
     assert left(SETTINGS, "images", output=out) == ["images/a.png", "images/c.png", "images/deep/b.png"]

@@ -63,15 +63,6 @@ def test_caption_files_beside_images_and_a_second_run(folder, llm, tmp_path):
     noise_image(90, 64, seed=9).save(folder / "e.png")
     (folder / "e.caption").write_text("by hand")
     assert "exists already" in run(folder, llm, **options)["e"]["error"]
-    with pytest.raises(ArgumentError, match=r"caption_files was 'txt .caption beside the images', is 'txt beside the"):
-        run(folder, llm, format="txt", output=tmp_path / "out.jsonl")
-
-
-def test_the_default_suffix_by_name_resumes_an_output_without_it(folder, llm, tmp_path):
-    (tmp_path / "out").mkdir()
-    options = {"format": "txt", "output_dir": tmp_path / "out"}
-    assert len(run(folder, llm, **options)) == 4
-    assert run(folder, llm, caption_extension=".txt", **options) == {}
 
 
 @pytest.mark.parametrize("suffix", ["caption", "", ".", "..", ".a/b", ".a\\b", ".a b", "a.txt", ".a\0", ".{a}"])

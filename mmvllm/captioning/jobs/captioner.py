@@ -36,13 +36,13 @@ Select = Callable[[PreparedRequest], bool]
 class Task:
     """An item to caption; `key` identifies its record, and `file` is the caption file to write, if any.
 
-    A folder, tar or list line that could not be read is a task too, with `is_image` false: its record has the error.
+    A folder, tar or list line that could not be read is a task too, with `has_source` false: its record has the error.
     """
 
     item: Item
     key: str
     file: str | None = None
-    is_image: bool = True
+    has_source: bool = True
 
 
 class Captioner:
@@ -281,7 +281,7 @@ def _record(settings: CaptionSettings, work: _Work, outputs: list[RequestOutput]
         "prompt_tokens": sum(output.num_prompt_tokens for output in outputs),
         "image_tokens": min(work.num_media_tokens, output.num_prompt_tokens),
         "completion_tokens": sum(len(one.token_ids) for output in outputs for one in output.completions),
-        "finish_reason": failed.finish_reason if work.task.is_image else None,
+        "finish_reason": failed.finish_reason if work.task.has_source else None,
         "seconds": None if error is not None else _seconds(outputs),
     }
     if settings.makes_several:

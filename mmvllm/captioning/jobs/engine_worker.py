@@ -99,7 +99,7 @@ class EngineWorker:
 def finalized(task: Task, record: dict, settings: CaptionSettings, index: Index) -> dict:
     """Turn a worker's record into the output's record; the first of equal images to arrive is the original."""
     record = record | {"key": task.key, "file": None if record["error"] is not None else task.file}
-    if not task.is_image:
+    if not task.has_source:
         return record | {"finish_reason": None}
     if task.item.error is not None and record["error"] is None:  # its caption file cannot be written
         nothing = dict.fromkeys((*MEDIA_INFO, "caption", "boxes", "duplicate_of", "seconds"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -18,7 +17,7 @@ from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.context import read_context
 from mmvllm.captioning.sources.counts import Counts
 from mmvllm.captioning.sources.find import find_items
-from mmvllm.captioning.sources.items import Item, part_of_key, real_folder, real_name
+from mmvllm.captioning.sources.items import Item, real_folder
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.captioning.sources.names import SUFFIXES, VIDEO_SUFFIXES, is_animation_name
 from mmvllm.errors import RequestError
@@ -75,7 +74,6 @@ class PendingTasks:
     ):
         self.settings, self.selection, self._loader = settings, selection, loader
         self._output, self.progress = output, progress
-        self._earlier = output.earlier
         real_folder.cache_clear()  # links may have changed since the last run
         self.in_flight: dict[str, str] = {}  # key -> path of the tasks that have no record yet
 
@@ -100,7 +98,7 @@ class PendingTasks:
         try:
             for clip in clips_of(item, self.settings, self._loader):
                 if has_failed is None:
-                    has_failed = self.index.has_failed(self._key(clip))
+                    has_failed = self.index.has_failed(self.settings.key(clip))
                 else:
                     self.progress.num_further_clips += 1
                     clip = dataclasses.replace(clip, joins_retry=has_failed)
@@ -123,45 +121,24 @@ class PendingTasks:
 
     def admit(self, item: Item) -> Task | None:
         """Return the task for an item; None if it is recorded, in flight, or skipped for its existing caption file."""
-        key, is_image = self._key(item), item.source is not None
+        key, has_source = self.settings.key(item), item.source is not None
         if self._output.skips(item) or not self._claim(item, key):
             self._output.found(item, key)
             self.progress.skip(self.index.has_failed(key))
             return None
         self.in_flight[key] = item.path
         try:
-            return Task(item, key, self._output.claim_file(item), is_image)
+            return Task(item, key, self._output.claim_file(item, key), has_source)
         except ValueError as error:
             return _failed(item, key, error)
+
+    def restore(self, item: Item) -> None:
+        """Restore the missing caption file of an image that an earlier run has recorded."""
+        self._output.found(item, self.settings.key(item))
 
     def _claim(self, item: Item, key: str) -> bool:
         is_retry = self.selection.retry_failed and item.source is not None
         return self.index.claim(key, is_retry) or (item.joins_retry and self.index.claim(key))
-
-    def _key(self, item: Item) -> str:
-        """Return the key under which the item is recorded, or else its new key."""
-        key = self.settings.key(item)
-        return self.index.recorded_as(key) or self._earlier_key(item) or key
-
-    def _earlier_key(self, item: Item) -> str | None:
-        """Return the key of an earlier run with another path or fingerprint for the image and settings, or None."""
-        if not self._earlier.fingerprints:
-            return None
-        real_path = item.real_path
-        paths = {real_path} if self._is_elsewhere(item, real_path) else {real_path, item.path}
-        for fingerprint in self._earlier.fingerprints:
-            for path in paths:
-                recorded = self.index.recorded_as(self.settings.key(item, path, fingerprint))
-                if recorded is not None:
-                    return recorded
-        return None
-
-    def _is_elsewhere(self, item: Item, real_path: str) -> bool:
-        """Return whether this relative path leads to another file from the working directory of an earlier run."""
-        if os.path.isabs(item.path):
-            return False
-        paths = {real_name(os.path.join(folder, item.path)) for folder in self._earlier.folders}
-        return any(os.path.lexists(path) for path in paths - {real_path})
 
 
 def _failed(item: Item, key: str, error: ValueError) -> Task:
@@ -209,7 +186,7 @@ def _clips_in(item: Item, info: VideoInfo, seconds: float) -> Iterator[Item]:
     for i in range(number):
         first = _milliseconds(start + i * seconds)
         last = _milliseconds(end if i == number - 1 else start + (i + 1) * seconds)
-        part = f"{item.part}{part_of_key(first)}" if i else item.part
+        part = f"{item.part}@{first:.3f}" if i else item.part
         yield dataclasses.replace(item, start=first, end=last, part=part)
 
 

@@ -23,7 +23,6 @@ from mmvllm.captioning.jobs.ray_options import RayOptions
 from mmvllm.captioning.jobs.ray_worker import CaptionActor, Chunk, RayJobSpec, walk
 from mmvllm.captioning.outputs.caption_files import CaptionFiles
 from mmvllm.captioning.outputs.index import Index
-from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.errors import ArgumentError
 from mmvllm.parallel import ray_session
 
@@ -45,7 +44,6 @@ class RaySource:
         files: CaptionFiles | None,
         ordered: bool,
         options: RayOptions,
-        earlier: EarlierRuns,
     ):
         self.engine_wait_share = 0.0
         self._is_stopped = False
@@ -54,7 +52,7 @@ class RaySource:
         if "-" in map(os.fspath, selection.paths):
             raise ValueError("a list on standard input (-) cannot be read by Ray's workers; give a file")
         engine = replace(engine, num_threads=options.cpus_per_actor)
-        self._job = RayJobSpec(engine, selection, files, os.getcwd(), earlier)
+        self._job = RayJobSpec(engine, selection, files, os.getcwd())
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _start(options)
@@ -82,6 +80,8 @@ class RaySource:
                 tasks.progress.take(**counts)
                 shares[chunk.actor] = chunk.engine_wait_share
                 self.engine_wait_share = sum(shares.values()) / len(shares)
+                for item in chunk.without_files:
+                    tasks.restore(item)
                 for item, record in zip(chunk.items, chunk.records, strict=True):
                     task = tasks.admit(item)
                     if task is not None:

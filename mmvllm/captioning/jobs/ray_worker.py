@@ -14,10 +14,9 @@ from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.engine_worker import EngineSpec, EngineWorker
 from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.progress import Progress
-from mmvllm.captioning.outputs.caption_files import CaptionFiles
+from mmvllm.captioning.outputs.caption_files import CaptionFiles, is_missing
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.output import Output
-from mmvllm.captioning.settings import EarlierRuns
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.captioning.sources.tars import TarMember
@@ -33,7 +32,6 @@ class RayJobSpec:
     selection: Selection
     files: CaptionFiles | None
     folder: str
-    earlier: EarlierRuns = field(default_factory=EarlierRuns)
 
     def enter_folder(self) -> None:
         with suppress(OSError):  # another machine may not have it; absolute paths and URLs work without it
@@ -46,6 +44,7 @@ class Chunk:
 
     items: list[Item] = field(default_factory=list)
     records: list[dict] = field(default_factory=list)
+    without_files: list[Item] = field(default_factory=list)  # recorded by an earlier run
     num_skipped: int = 0  # by the walk so far, like the next three
     num_failed_before: int = 0
     num_further_clips: int = 0
@@ -62,6 +61,7 @@ class Chunk:
         chunks = [cls(**json.loads(row.as_py())) for row in table["chunk"]]
         for chunk in chunks:
             chunk.items = [_item(**item) for item in chunk.items]
+            chunk.without_files = [_item(**item) for item in chunk.without_files]
         return chunks
 
 
@@ -72,11 +72,22 @@ def _item(source: str | dict | None, **others: str | None) -> Item:
 class _RemoteOutput(Output):
     """The part of an output that the walk uses; another process writes the output."""
 
-    earlier = EarlierRuns()
-
     def __init__(self, index: Index, job: RayJobSpec):
-        self.journal = self._restorer = None
-        self._index, self.files, self.earlier = index, job.files, job.earlier
+        self.journal = None
+        self._index, self.files = index, job.files
+        self.without_files: list[Item] = []
+
+    def found(self, item: Item, key: str) -> None:
+        if self.files is None or self._index.has_failed(key):
+            return
+        with suppress(ValueError, OSError):  # the other process reports a path that cannot be used
+            if not is_missing(self.files.path(item)):
+                return
+        self.without_files.append(item)
+
+    def take_without_files(self) -> list[Item]:
+        taken, self.without_files = self.without_files, []
+        return taken
 
 
 def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterator[pyarrow.Table]:
@@ -85,13 +96,15 @@ def walk(_: pyarrow.Table, job: RayJobSpec, recorded: "ray.ObjectRef") -> Iterat
     index = Index()
     index.load(ray.get(recorded))
     loader = ItemLoader(job.engine.timeouts, num_workers=1)
-    pending_tasks = PendingTasks(job.engine.settings, job.selection, _RemoteOutput(index, job), Progress(), loader)
+    output = _RemoteOutput(index, job)
+    pending_tasks = PendingTasks(job.engine.settings, job.selection, output, Progress(), loader)
     tasks = iter(pending_tasks)
     try:
         while items := [task.item for task in islice(tasks, CHUNK)]:
             pending_tasks.in_flight.clear()
-            yield Chunk(items, **pending_tasks.progress.of_the_walk).pack()
-        yield Chunk(**pending_tasks.progress.of_the_walk).pack()
+            counts = pending_tasks.progress.of_the_walk
+            yield Chunk(items, without_files=output.take_without_files(), **counts).pack()
+        yield Chunk(without_files=output.take_without_files(), **pending_tasks.progress.of_the_walk).pack()
     except (ValueError, OSError, JobError) as error:
         yield Chunk(error=str(error)).pack()
     finally:

@@ -4,9 +4,11 @@ The index is a private temporary SQLite database, deleted with the process; the 
 """
 
 import json
+import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.settings import CaptionSettings
@@ -24,9 +26,8 @@ class Index:
         self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._execute("PRAGMA synchronous = OFF")
         self._execute("PRAGMA journal_mode = OFF")
-        self._execute("CREATE TABLE work (key TEXT PRIMARY KEY, state INTEGER, line INTEGER) WITHOUT ROWID")
-        self._execute("CREATE TABLE names (name TEXT PRIMARY KEY, key TEXT) WITHOUT ROWID")
-        self._execute("CREATE TABLE unplaced (key TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
+        self._execute("CREATE TABLE work (key TEXT PRIMARY KEY, state INTEGER, offset INTEGER) WITHOUT ROWID")
+        self._execute("CREATE TABLE files (name TEXT PRIMARY KEY, key TEXT, path BLOB) WITHOUT ROWID")
         self._execute("CREATE TABLE captions (content TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
 
     def claim(self, key: str, retry: bool = False) -> bool:
@@ -39,33 +40,19 @@ class Index:
             changed = self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL) RETURNING 1", key, BEGUN)
         return bool(changed)
 
-    def note(self, key: str, failed: bool, line: int) -> bool:
-        """Store a task's state and its line in the output. Return False if an earlier line has a record of the task."""
-        earlier = self.line(key)
-        self._execute("INSERT OR REPLACE INTO work VALUES (?, ?, ?)", key, FAILED if failed else RECORDED, line)
+    def note(self, key: str, failed: bool, offset: int) -> bool:
+        """Store a task's state and where its record begins in the output. Return False if it replaces a record."""
+        earlier = self.offset(key)
+        self._execute("INSERT OR REPLACE INTO work VALUES (?, ?, ?)", key, FAILED if failed else RECORDED, offset)
         return earlier is None
 
-    def add_name(self, name: str, key: str) -> None:
-        """Store an additional key of a task, whose path may have been typed in another way."""
-        if name != key:
-            self._execute("INSERT OR IGNORE INTO names VALUES (?, ?)", name, key)
+    def move(self, key: str, offset: int) -> None:
+        """Change where the record of a task begins."""
+        self._execute("UPDATE work SET offset = ? WHERE key = ?", offset, key)
 
-    def recorded_as(self, name: str) -> str | None:
-        """Return the key under which a task with this (additional) key is begun or recorded; None if it is new."""
-        query = "SELECT key FROM work WHERE key = ?1 UNION ALL SELECT key FROM names WHERE name = ?1 LIMIT 1"
-        rows = self._execute(query, name)
-        return rows[0][0] if rows else None
-
-    def renumber(self, keys: Iterable[str]) -> int:
-        """Set the lines of recorded tasks to their order in `keys`, and return the number of keys."""
-        number = 0
-        for number, key in enumerate(keys, 1):
-            self._execute("UPDATE work SET line = ? WHERE key = ?", number - 1, key)
-        return number
-
-    def line(self, key: str) -> int | None:
-        """Return the last line of the output with a record of the task, counted from 0; None if there is none."""
-        rows = self._execute("SELECT line FROM work WHERE key = ?", key)
+    def offset(self, key: str) -> int | None:
+        """Return where the last record of the task begins in the output, in bytes; None if there is none."""
+        rows = self._execute("SELECT offset FROM work WHERE key = ?", key)
         return rows[0][0] if rows else None
 
     def count_failed(self) -> int:
@@ -79,19 +66,16 @@ class Index:
     def dump(self, retry: bool) -> bytes:
         """Serialize the recorded tasks, or with `retry` only failed ones, for `load` in another process.
 
-        Each entry has a key or additional key (16 bytes), the task's key (16 bytes) and its state (1 byte).
+        Each entry has a key (16 bytes) and a state (1 byte).
         """
-        states = "SELECT key AS name, key, state FROM work WHERE state >= ?1"
-        names = "SELECT name, key, state FROM names JOIN work USING (key) WHERE state >= ?1"
-        rows = self._execute(f"{states} UNION ALL {names}", FAILED if retry else RECORDED)
-        return b"".join(bytes.fromhex(name + key) + bytes([state]) for name, key, state in rows)
+        rows = self._execute("SELECT key, state FROM work WHERE state >= ?", FAILED if retry else RECORDED)
+        return b"".join(bytes.fromhex(key) + bytes([state]) for key, state in rows)
 
     def load(self, tasks: bytes) -> None:
         """Add the tasks that `dump` returned."""
-        for i in range(0, len(tasks), 2 * KEY_BYTES + 1):
-            name, key = (tasks[j : j + KEY_BYTES].hex() for j in (i, i + KEY_BYTES))
-            self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL)", key, tasks[i + 2 * KEY_BYTES])
-            self.add_name(name, key)
+        for i in range(0, len(tasks), KEY_BYTES + 1):
+            key, state = tasks[i : i + KEY_BYTES].hex(), tasks[i + KEY_BYTES]
+            self._execute("INSERT OR IGNORE INTO work VALUES (?, ?, NULL)", key, state)
 
     def keep_caption(self, content: str, record: dict) -> None:
         """Store the record to copy for images with the same content, unless one is stored already."""
@@ -102,21 +86,23 @@ class Index:
         rows = self._execute("SELECT record FROM captions WHERE content = ?", content)
         return json.loads(rows[0][0]) if rows else None
 
-    def defer(self, record: dict) -> None:
-        """Store a record whose caption file has an uncertain path until its image is found."""
-        self._execute("INSERT OR REPLACE INTO unplaced VALUES (?, ?)", record["key"], json.dumps(record))
+    def claim_file(self, name: str, key: str, path: Path) -> bool:
+        """Reserve a caption file for a task; return False if another task has it. `name` identifies the path."""
+        self._execute("INSERT OR IGNORE INTO files VALUES (?, ?, ?)", name, key, os.fsencode(path))
+        return self._execute("SELECT key FROM files WHERE name = ?", name) == [(key,)]
 
-    def take_deferred(self, key: str) -> dict | None:
-        """Remove and return the deferred record of a task, or None."""
-        rows = self._execute("DELETE FROM unplaced WHERE key = ? RETURNING record", key)
-        return json.loads(rows[0][0]) if rows else None
+    def is_file_claimed(self, name: str) -> bool:
+        """Return whether a task has this caption file."""
+        return bool(self._execute("SELECT 1 FROM files WHERE name = ?", name))
 
-    def deferred(self) -> Iterator[dict]:
-        """Yield the records that are still deferred."""
-        for (record,) in self._execute("SELECT record FROM unplaced"):
-            yield json.loads(record)
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the keys of captioned tasks and the paths of their caption files."""
+        query = "SELECT name, key, path FROM files JOIN work USING (key) WHERE state = ? AND name > ?"
+        rows = [("", "", b"")]
+        while rows := self._execute(f"{query} ORDER BY name LIMIT 1000", RECORDED, rows[-1][0]):
+            yield from ((key, Path(os.fsdecode(path))) for _, key, path in rows)
 
-    def _execute(self, query: str, *values: str | int) -> list[tuple]:
+    def _execute(self, query: str, *values: str | int | bytes) -> list[tuple]:
         try:
             with self._lock:
                 return self._database.execute(query, values).fetchall()

@@ -8,7 +8,6 @@ the file `NAME.settings` beside the journal.
 import itertools
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from mmvllm.captioning.multi_prompt import LIST, caption_columns
 from mmvllm.captioning.outputs.atomic_write import check_regular
 from mmvllm.captioning.outputs.index import Index, keep_caption
 from mmvllm.captioning.outputs.locked_file import LockedFile
-from mmvllm.captioning.outputs.record import MAX_LINE_BYTES, as_line, is_clip, parse_record, read_line
+from mmvllm.captioning.outputs.record import MAX_LINE_BYTES, as_line, parse_record, read_line
 from mmvllm.captioning.outputs.settings_file import SettingsFile
-from mmvllm.captioning.settings import CaptionSettings, task_key
-from mmvllm.captioning.sources.items import part_of_key, real_name
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
 from mmvllm.sampling_params import MAX_COMPLETIONS
 from mmvllm.utils.text import counted
@@ -49,10 +47,9 @@ class Journal:
         self.made_with = SettingsFile(path.with_name(f"{path.name}.settings"), path)
         for one in (path, self.made_with.path):
             check_regular(one)
-        self._num_lines, self._synced = 0, time.monotonic()
+        self._num_lines, self._num_earlier_bytes, self._synced = 0, 0, time.monotonic()
         self.is_synced = True
         self._has_begun = self._has_superseded = self._is_lost = self._has_unnamed = False
-        self._last_names: tuple[str | None, list[str]] = None, []
         self._file = LockedFile(path)
         try:
             if self._file.size and not overwrite:
@@ -62,7 +59,6 @@ class Journal:
         except BaseException:
             self.close()
             raise
-        self.fingerprints = {settings.fingerprint} | self.made_with.fingerprints(settings)
 
     @property
     def paths(self) -> tuple[Path, Path]:
@@ -76,7 +72,7 @@ class Journal:
 
     def is_own(self, record: dict) -> bool:
         """Return whether a record was made with the settings of this run."""
-        return record["settings"] in self.fingerprints
+        return record["settings"] == self._settings.fingerprint
 
     def begin(self) -> None:
         """Read the existing records into the index, unless they are to be overwritten."""
@@ -85,15 +81,17 @@ class Journal:
                 self._read_records()
                 if self._has_superseded:
                     self._drop_superseded()
+            self._num_earlier_bytes = self._file.size
 
     def append(self, record: dict) -> None:
         """Write one record; if that fails, remove the incomplete line and raise JobError."""
         line = f"{as_line(record)}\n".encode()
         if not self._has_begun:
             self._begin_writing()
+        offset = self._file.size
         with _as_job_error(self.path):
             self._file.append(line)
-        self._index_record(record)
+        self._index_record(record, offset)
         self.is_synced = False
         if time.monotonic() - self._synced >= SYNC_SECONDS:
             self.sync()
@@ -111,11 +109,10 @@ class Journal:
             return  # nothing can be lost, or the loss is already reported
         if (happened := self._file.what_happened()) is not None:
             self._is_lost = True
-            made_files = " (after deleting the caption files that were made)" if self._settings.caption_files else ""
             raise JobError(
                 f"{self.path} {happened} by another program while this run was writing to it, and with it "
-                f"{counted(self._num_lines, 'record')}; put the file back, or run the same job again{made_files}, "
-                "which captions the images without a record",
+                f"{counted(self._num_lines, 'record')}; put the file back, or run the same job again, which "
+                "captions the images without a record",
                 path=self.path,
             )
         if self._has_begun and not self.made_with.path.exists():
@@ -125,10 +122,19 @@ class Journal:
         """Yield one record per task: the last one, if a failed task was retried."""
         if self._overwrite and not self._has_begun:
             return
-        for number, line in enumerate(self._lines()):
+        for offset, line in self._lines():
             record = read_line(line)
-            if self.index.line(record["key"]) == number:
+            if self.index.offset(record["key"]) == offset:
                 yield record
+
+    def was_captioned(self, key: str) -> bool:
+        """Return whether an earlier run has recorded a task with a caption."""
+        offset = self.index.offset(key)
+        return offset is not None and offset < self._num_earlier_bytes and not self.index.has_failed(key)
+
+    def record(self, key: str) -> dict:
+        """Return the last record of a recorded task."""
+        return read_line(next(self._lines(self.index.offset(key)))[1])
 
     def caption_columns(self) -> list[str]:
         """Return the table columns for jobs with several captions per image, at most `MAX_COMPLETIONS`."""
@@ -165,15 +171,14 @@ class Journal:
 
     def _read_records(self) -> None:
         """Read the records into the index; end the last line, or remove it if its record is incomplete."""
-        size = 0
-        for line in self._lines():
+        for offset, line in self._lines():
             is_last = not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES
             record = parse_record(line)
             if record is None and is_last:
                 logger.warning(
                     "%s: the last line is incomplete and is removed; its image is captioned again", self.path
                 )
-                self._file.truncate(size)
+                self._file.truncate(offset)
                 return
             if record is None:
                 self._has_superseded = False  # leaves the file unchanged
@@ -183,61 +188,24 @@ class Journal:
                     path=self.path,
                     line=self._num_lines + 1,
                 )
-            size += len(line)
-            self._read_record(record)
+            self._read_record(record, offset)
             if is_last:
                 self._file.append(b"\n")
                 return
 
-    def _read_record(self, record: dict) -> None:
+    def _read_record(self, record: dict, offset: int) -> None:
         if record["error"] is not None and record["finish_reason"] is None:
             # Not an image but a folder, tar or line that could not be read: every run retries it.
             self._num_lines, self._has_superseded = self._num_lines + 1, True
             return
-        self._index_record(record)
+        self._index_record(record, offset)
         if self.is_own(record):
-            for name in self._names(record):
-                self.index.add_name(name, record["key"])
             keep_caption(self._settings, self.index, record)
 
-    def _names(self, record: dict) -> Iterator[str]:
-        """Yield additional keys of the image: with its recorded path, and with its real path, which tasks use now."""
-        path, id, prompt = record["path"], record["id"], record["prompt"]
-        if is_clip(record):
-            part = self._part(record)
-            if part is not None:
-                yield task_key(self._settings.fingerprint, path, id, prompt, "", *part)
-            return
-        yield task_key(self._settings.fingerprint, path, id, prompt, "")
-        first = (record["settings"], path, id, prompt)
-        # An earlier version made keys from paths as they were typed.
-        if not _leaves_tar(path) and record["key"] in (task_key(*first), task_key(*first, "")):
-            yield task_key(self._settings.fingerprint, real_name(path), id, prompt, "")
-
-    def _part(self, record: dict) -> tuple[str, ...] | None:
-        """Return the part of the key that identifies the clip in its video; None for a range from a list."""
-        path, id, prompt = record["path"], record["id"], record["prompt"]
-        for real in self._real_names(path):
-            for part in ((), (part_of_key(record["start"]),)):
-                if record["key"] == task_key(record["settings"], real, id, prompt, "", *part):
-                    return part
-        return None
-
-    def _real_names(self, path: str) -> list[str]:
-        """Return the real names that a clip's video had in the runs of this output.
-
-        The last result is cached, because the clips of a video follow each other.
-        """
-        if self._last_names[0] != path:
-            folders = (os.getcwd(), *self.made_with.folders)
-            names = dict.fromkeys(real_name(os.path.join(folder, path)) for folder in folders)
-            self._last_names = path, list(names)
-        return self._last_names[1]
-
-    def _index_record(self, record: dict) -> None:
+    def _index_record(self, record: dict, offset: int) -> None:
         has_failed = record["error"] is not None and self.is_own(record)
         self._has_unnamed |= any(one["name"] is None for one in record.get(LIST, ()))
-        is_new = self.index.note(record["key"], has_failed, self._num_lines)
+        is_new = self.index.note(record["key"], has_failed, offset)
         self._has_superseded |= not is_new
         self._num_lines += 1
 
@@ -248,28 +216,27 @@ class Journal:
         temporary.unlink(missing_ok=True)
         file = LockedFile(temporary, is_new=True)
         try:
-            for number, line in enumerate(self._lines()):
-                if self.index.line(json.loads(line)["key"]) == number:
+            for offset, line in self._lines():
+                if self.index.offset(json.loads(line)["key"]) == offset:
                     file.append(line)
             file.sync()
             self._file.take_over(file)
         finally:
             file.close()
-        keys = (json.loads(line)["key"] for line in self._lines())
-        self._num_lines, self._has_superseded = self.index.renumber(keys), False
+        self._num_lines, self._has_superseded = 0, False
+        for offset, line in self._lines():
+            self.index.move(json.loads(line)["key"], offset)
+            self._num_lines += 1
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines from `offset` on, with the offset of each."""
         if not self.path.exists():  # the journal was closed without a record
             return
         with self.path.open("rb") as file:
+            file.seek(offset)
             while line := file.readline(MAX_LINE_BYTES + 1):  # a file from someone else may be one endless line
-                yield line
-
-
-def _leaves_tar(path: str) -> bool:
-    """Return whether a path may mean a tar member such as "../b.png", which is not the file beside the tar."""
-    before, found, _ = path.rpartition("/../")
-    return bool(found) and ".tar/" in f"{before}/".lower()
+                yield offset, line
+                offset += len(line)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.restorer import Restorer
 from mmvllm.captioning.outputs.tables import write_csv, write_parquet
-from mmvllm.captioning.settings import CaptionSettings, EarlierRuns
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.context import check_suffix
 from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
@@ -119,24 +119,15 @@ class Output:
         """The index of the recorded tasks; valid after `begin`."""
         return self.journal.index if self.journal else self._index
 
-    @property
-    def earlier(self) -> EarlierRuns:
-        """The working directories and fingerprints of earlier runs into this output."""
-        if self.journal is None or not self.journal.made_with.known:
-            return EarlierRuns()
-        return EarlierRuns(tuple(self.journal.made_with.folders), tuple(self.journal.fingerprints))
-
     def begin(self) -> None:
-        """Read the existing records, and restore their missing caption files."""
+        """Read the existing records."""
         if self.journal is None:
             self._index = Index()
-            return
-        self.journal.begin()
-        if self._restorer is not None:
-            self._restorer.begin()
+        else:
+            self.journal.begin()
 
     def found(self, item: Item, key: str) -> None:
-        """Restore the caption file of a recorded image that this run has found, if it was deferred."""
+        """Restore the caption file of a recorded image that this run has found, if the file is missing."""
         if self._restorer is not None:
             self._restorer.found(item, key)
 
@@ -144,9 +135,9 @@ class Output:
         """Return whether an image is skipped because its caption file exists."""
         return self.files is not None and self.files.skips(item)
 
-    def claim_file(self, item: Item) -> str | None:
+    def claim_file(self, item: Item, key: str) -> str | None:
         """Reserve the path of an item's caption file, if the format has one; raises ValueError if it is unusable."""
-        return None if self.files is None or item.error else str(self.files.claim(item, self.index))
+        return None if self.files is None or item.error else str(self.files.claim(item, key, self.index))
 
     def write(self, record: dict) -> None:
         """Write a record to the journal, and its caption file later; raises JobError if that fails."""
@@ -167,7 +158,7 @@ class Output:
         """Write caption files of synced records: a file without a record would count as not made by this job."""
         self._folder.check()
         for record in records:
-            self.files.write(record)
+            self.files.write(record, Path(record["file"]))
 
     def finish(self) -> None:
         """Check that all outputs still exist, and write the table of all records if the format is a table."""

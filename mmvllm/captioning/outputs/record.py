@@ -35,18 +35,7 @@ COLUMNS = {
     "settings": str,  # fingerprint of the settings
     "key": str,  # identifies the image or clip with this prompt and these settings
 }
-MEDIA_INFO = (
-    "digest",
-    "width",
-    "height",
-    "duration",
-    "start",
-    "end",
-    "num_frames",
-    "fps",
-)  # from preparation
-OF_CLIPS = ("duration", "start", "end", "num_frames", "fps")
-ADDED = ("boxes", *OF_CLIPS)  # missing in outputs of earlier versions
+MEDIA_INFO = ("digest", "width", "height", "duration", "start", "end", "num_frames", "fps")  # from preparation
 MAX_LINE_BYTES = 16 << 20  # several million tokens; a parsed line can take 30 times its size in memory
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -83,7 +72,7 @@ def parse_record(line: bytes) -> dict | None:
 
 
 def _is_record(record: dict) -> bool:
-    if not record.keys() >= COLUMNS.keys() - set(ADDED) or not _has_types(record):
+    if not record.keys() >= COLUMNS.keys() or not _has_types(record):
         return False
     needed = ("path", "settings", "key", *(("digest", "caption", "prompt") if record["error"] is None else ()))
     if any(record[name] is None for name in needed) or not _KEY.fullmatch(record["key"]):

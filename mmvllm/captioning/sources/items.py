@@ -92,11 +92,6 @@ def item_of(messages: list[dict]) -> Item:
     return media[media["type"]]
 
 
-def part_of_key(start: float) -> str:
-    """Return the `part` of a clip that is not the first of its video."""
-    return f"@{start:.3f}"
-
-
 def real_name(path: str) -> str:
     """Resolve links in the folder of a path; URLs, "-:12" (standard input) and impossible paths are unchanged."""
     if len(path) > MAX_PATH or _NO_FILE.match(path) or path.startswith("-:"):

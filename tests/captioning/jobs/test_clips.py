@@ -13,7 +13,7 @@ from mmvllm import LLM, SamplingParams
 from mmvllm.captioning import caption_images
 from mmvllm.captioning.jobs import pending_tasks
 from mmvllm.captioning.jobs.progress import kind_of_failure
-from mmvllm.captioning.outputs.record import COLUMNS, OF_CLIPS
+from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.models.folder import BUNDLED
 from mmvllm.processors.budget import DECODING
 from mmvllm.processors.videos.load import load_video_info
@@ -55,7 +55,7 @@ def test_a_folder_of_images_and_videos_has_a_record_for_each(clips, llm):
     made = {Path(record["path"]).name: record for record in job}
     assert all(list(record) == list(COLUMNS) for record in made.values())
     a = made["a.mp4"]
-    assert [a[name] for name in OF_CLIPS] == [3.0, 0.0, 3.0, 6, 2.0]
+    assert [a[name] for name in ("duration", "start", "end", "num_frames", "fps")] == [3.0, 0.0, 3.0, 6, 2.0]
     assert (a["width"], a["height"], a["prompt"]) == (96, 64, "Describe this video.")
     assert 0 < a["image_tokens"] < a["prompt_tokens"]
     part = {"type": "video", "video": clips / "a.mp4", "fps": 2.0}
@@ -67,7 +67,7 @@ def test_a_folder_of_images_and_videos_has_a_record_for_each(clips, llm):
     assert made["long.mov"]["duplicate_of"] is None and made["long.mov"]["num_frames"] == 20
     image = made["image.png"]
     assert image["prompt"] == "Describe this image." and image["caption"] is not None
-    assert [image[name] for name in OF_CLIPS] == [None] * 5
+    assert [image[name] for name in ("duration", "start", "end", "num_frames", "fps")] == [None] * 5
     broken = made["broken.mp4"]
     assert broken["caption"] is None and broken["error"] and broken["start"] == 0.0
     p = job.progress

@@ -263,8 +263,7 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
     here, index = job([folder]), Index()
     items = chunks(here)[0].items
     for number, item in enumerate(items[:4]):
-        index.note(here.engine.settings.key(item), failed=number == 0, line=number)
-    assert index.claim("file images/a.txt")
+        index.note(here.engine.settings.key(item), failed=number == 0, offset=number)
     (folder / "notes.pdf").touch()
     (left, end) = chunks(here, index.dump(retry=False))
     assert (left.items, end.num_skipped, end.num_failed_before) == (items[4:], 4, 1)
@@ -276,7 +275,7 @@ def test_the_walk_skips_and_counts_recorded_images(joined, folder):
 def test_the_limit_of_the_walk_does_not_count_recorded_images(joined, folder):
     here, index = job([folder], limit=2), Index()
     items = chunks(job([folder]))[0].items
-    index.note(here.engine.settings.key(items[0]), failed=False, line=0)
+    index.note(here.engine.settings.key(items[0]), failed=False, offset=0)
     assert chunks(here, index.dump(retry=False))[0].items == items[1:3]
 
 
@@ -287,6 +286,18 @@ def test_the_walk_skips_or_refuses_images_with_a_caption_file(joined, folder):
     here = job([folder], CaptionFiles("txt", None, overwrite=False, skip_existing=False))
     errors = {item.path: item.error for item in chunks(here)[0].items if item.error}
     assert "images/a.png" not in errors and "exists already" in errors["images/b.png"]
+
+
+def test_missing_caption_files_of_recorded_images_are_restored(joined, folder, checkpoint):
+    keys = {"output": "out.jsonl", "format": "txt"}
+    list(run([folder], checkpoint, **keys))
+    texts = {path: path.read_text() for path in folder.glob("*.txt")}
+    (lost, empty, *_) = texts
+    lost.unlink()
+    empty.write_text("")
+    with run([folder], checkpoint, ray=TWO, **keys) as again:
+        assert list(again) == []
+    assert texts == {path: path.read_text() for path in folder.glob("*.txt")}
 
 
 def test_a_walk_without_images_is_an_error(joined, tmp_path):

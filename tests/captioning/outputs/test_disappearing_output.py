@@ -15,12 +15,12 @@ from mmvllm.captioning.outputs import journal as journal_module
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
+from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
 from tests.helpers.captioning.command import all_but_the_last, by_name, recorded, until
-from tests.helpers.captioning.pending_tasks import record_all
+from tests.helpers.captioning.pending_tasks import opened, record_all
 
 SETTINGS = CaptionSettings()
-TEXTS = CaptionSettings(caption_files="txt texts")
 
 
 def record(name: str, **values) -> dict:
@@ -80,13 +80,13 @@ def test_a_changed_output_is_an_error_that_names_what_is_lost(change, moment, tm
 
 def test_caption_files_of_lost_records_are_not_written(here, monkeypatch):
     (here / "texts").mkdir()
-    out = Output(TEXTS, here / "out.jsonl", "txt", here / "texts")
+    out = Output(SETTINGS, here / "out.jsonl", "txt", here / "texts")
     out.begin()
-    out.write(record("a", file=str(here / "texts/a.txt"), settings=TEXTS.fingerprint))
+    out.write(record("a", file=str(here / "texts/a.txt")))
     monkeypatch.setattr(journal_module, "SYNC_SECONDS", 60.0)
-    out.write(record("b", file=str(here / "texts/b.txt"), settings=TEXTS.fingerprint))
+    out.write(record("b", file=str(here / "texts/b.txt")))
     (here / "out.jsonl").unlink()
-    with pytest.raises(JobError, match=r"run the same job again \(after deleting the caption files that were made\)"):
+    with pytest.raises(JobError, match="put the file back, or run the same job again"):
         out.finish()
     out.close()
     assert [path.name for path in (here / "texts").iterdir()] == ["a.txt"]
@@ -104,31 +104,26 @@ def test_a_deleted_settings_file_is_written_again(tmp_path):
 
 
 def test_a_removed_output_folder_is_an_error_and_the_next_run_writes_all_files(here):
-    options = {"format": "txt", "output_dir": Path("texts")}
-    output = Output(TEXTS, here / "out.jsonl", **options)
-    output.begin()
-    own = {"settings": TEXTS.fingerprint}
-    output.write(record("a", path="images/a.png", file="texts/a.txt", **own))
-    shutil.rmtree("texts")
-    with pytest.raises(JobError, match=r"texts was removed or replaced by another program .* run the same job again"):
-        output.write(record("b", path="images/deep/b.png", file="texts/deep/b.txt", **own))
-    output.close()
+    options = {"output": here / "out.jsonl", "format": "txt", "output_dir": Path("texts")}
+    message = r"texts was removed or replaced by another program .* run the same job again"
+    with pytest.raises(JobError, match=message), opened(SETTINGS, "images", **options) as (output, tasks):
+        for task in tasks:
+            output.write(record(task.item.path[-5], key=task.key, path=task.item.path, file=task.file))
+            shutil.rmtree("texts", ignore_errors=True)
     assert not Path("texts").exists()
-    output = Output(TEXTS, here / "out.jsonl", **options)
-    output.begin()
-    output.close()
+    with opened(SETTINGS, "images", **options) as (_, tasks):
+        assert tasks == []
     assert Path("texts/a.txt").read_text() == "a\n" and Path("texts/deep/b.txt").read_text() == "b\n"
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_caption_files_that_are_deleted_during_the_run_are_written_again(is_beside, here, caplog):
     folder = Path("images" if is_beside else "texts")
-    settings = CaptionSettings(caption_files="txt beside the pictures") if is_beside else TEXTS
-    output = Output(settings, here / "out.jsonl", "txt", None if is_beside else folder)
+    output = Output(SETTINGS, here / "out.jsonl", "txt", None if is_beside else folder)
     output.begin()
     for name, place in (("a", "a"), ("b", "deep/b")):
-        own = {"settings": settings.fingerprint, "path": f"images/{place}.png"}
-        output.write(record(name, file=f"{folder}/{place}.txt", **own))
+        item, key = Item(f"images/{place}.png", f"{place}.png", f"images/{place}.png"), f"{ord(name):032x}"
+        output.write(record(name, file=output.claim_file(item, key), path=item.path))
     (folder / "deep/b.txt").unlink()
     output.finish()
     output.close()
@@ -166,7 +161,7 @@ def test_an_error_of_the_operating_system_is_a_sentence(number, here, monkeypatc
     assert str(raised.value) == f"{here}/out.jsonl cannot be opened for writing: {reason}"
     with monkeypatch.context() as patch, pytest.raises(ArgumentError, match=f"texts cannot be made: {reason}"):
         patch.setattr(Path, "mkdir", fails)
-        Output(TEXTS, here / "out.jsonl", "txt", Path("texts"))
+        Output(SETTINGS, here / "out.jsonl", "txt", Path("texts"))
     journal = Journal(here / "out.jsonl", SETTINGS)
     journal.append(record("a"))
     for called in ("write", "fsync"):

@@ -83,7 +83,7 @@ def test_a_caption_file_that_is_a_link_is_not_followed(shared_llm, images, targe
 
 
 @pytest.mark.parametrize("output_dir", [None, "out"])
-def test_an_output_does_not_say_which_files_are_written(shared_llm, images, output_dir, caplog):
+def test_an_output_does_not_say_which_files_are_written(shared_llm, images, output_dir):
     keys = {"format": "txt", "output": "captions.jsonl", "output_dir": output_dir}
     (own,) = caption(shared_llm, images, **keys)
     evil = [
@@ -106,7 +106,6 @@ def test_an_output_does_not_say_which_files_are_written(shared_llm, images, outp
     before = {*Path().rglob("*")}
     assert caption(shared_llm, images, **keys) == []
     assert {*Path().rglob("*")} - before == {Path(own["file"])}
-    assert "evil" in caplog.text
 
 
 def packed(*names: str) -> Path:

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
-from mmvllm.captioning.outputs.caption_files import CaptionFiles
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.report import write_report
-from mmvllm.captioning.outputs.restorer import Restorer
 from mmvllm.captioning.outputs.settings_file import MAX_SETTINGS
 from mmvllm.captioning.outputs.tables import write_parquet
 from mmvllm.errors import ArgumentError
@@ -49,23 +47,6 @@ def test_a_long_path_takes_no_time(path, start, out, tmp_path):
     assert time.process_time() - begin < 5
 
 
-@pytest.mark.parametrize("values", [{"caption_files": "txt " + "a/" * 400_000}, {"caption_files": "txt a\0"}])
-@pytest.mark.parametrize("place", ["settings", "folders"])
-def test_a_path_of_the_settings_that_no_system_has_is_refused_at_once(values, place, out):
-    path = out.with_name(f"{out.name}.settings")
-    content = json.loads(path.read_text())
-    (name,) = content["settings"]
-    if place == "folders":
-        content["folders"] = [values["caption_files"]]
-    else:
-        content["settings"][name] |= values
-    path.write_text(json.dumps(content))
-    begin = time.process_time()
-    with pytest.raises(ArgumentError, match=r"out\.jsonl\.settings is damaged .* is not a path"):
-        Journal(out, SETTINGS)
-    assert time.process_time() - begin < 2
-
-
 def test_nan_is_read_as_null(out):
     add(out, seconds=float("nan"), object={"a": [float("inf")]})
     journal = Journal(out, SETTINGS)
@@ -73,22 +54,6 @@ def test_nan_is_read_as_null(out):
     (_, record) = journal.records()
     journal.close()
     assert record["seconds"] is None and record["object"] == {"a": [None]}
-
-
-def test_a_caption_file_in_thousands_of_folders_is_not_restored(out, tmp_path, caplog):
-    settings = CaptionSettings(caption_files=f"txt {tmp_path}/files")
-    record_all(settings, "images", output=tmp_path / "deep.jsonl")
-    path = tmp_path / "deep.jsonl"
-    record = json.loads(path.read_text()) | {"file": f"{tmp_path}/files/" + "a/" * 1500 + "a.txt"}
-    path.write_text(json.dumps(record) + "\n")
-    files = CaptionFiles("txt", tmp_path / "files", overwrite=False, skip_existing=False)
-    journal = Journal(path, settings)
-    journal.begin()
-    restorer = Restorer(files, journal)
-    restorer.begin()
-    restorer.finish()
-    journal.close()
-    assert "its image was not found by this run" in caplog.text
 
 
 @pytest.mark.parametrize("values", [{"time": 2**62}, {"start": 2**53 + 1}, {"seconds": -(2**60)}])
@@ -133,7 +98,7 @@ def test_settings_of_many_jobs_make_no_more_columns_than_those_of_one(out):
 @pytest.mark.parametrize("version", ["\x1b]0;pwn\x07", "x" * 5000, ["\x1b"], 10**50])
 def test_a_version_of_others_is_shown_shortly_and_without_control_characters(version, out):
     out.with_name("out.jsonl.settings").write_text(json.dumps({"version": version}))
-    with pytest.raises(ArgumentError, match="was written by a later version") as error:
+    with pytest.raises(ArgumentError, match="was written by another version") as error:
         Journal(out, SETTINGS)
     assert str(error.value).isprintable() and len(str(error.value)) < 600
 

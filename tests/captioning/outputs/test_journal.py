@@ -16,7 +16,8 @@ from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
-from mmvllm.captioning.settings import BESIDE_IMAGES, CaptionSettings
+from mmvllm.captioning.outputs.settings_file import VERSION
+from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.errors import ArgumentError
 
 SETTINGS = CaptionSettings()
@@ -77,11 +78,11 @@ def test_a_truncated_last_line_is_removed_and_written_again(num_before, path, ca
         journal = Journal(path, SETTINGS)
         journal.begin()
         if length == len(whole) - 1:  # an editor may save a file without its last line break
-            assert path.read_bytes() == whole and journal.index.line(THREE[2]["key"]) == num_before
+            assert path.read_bytes() == whole and journal.index.offset(THREE[2]["key"]) == start
             journal.close()
             continue
         assert path.read_bytes() == whole[:start]
-        assert journal.index.line(THREE[2]["key"]) is None
+        assert journal.index.offset(THREE[2]["key"]) is None
         assert journal.index.caption(SETTINGS.content_key(THREE[2]["digest"], SETTINGS.prompt)) is None
         journal.append(THREE[2])
         journal.close()
@@ -111,12 +112,11 @@ RAW += (("captions", [{"name": [], "caption": "a", "finish_reason": "eos"}]), ("
 @pytest.mark.parametrize("format", ["jsonl", "txt", "csv"])
 def test_a_record_with_a_value_of_another_type_is_refused_with_its_line(name, value, format, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made_with = CaptionSettings(caption_files=f"txt {BESIDE_IMAGES}") if format == "txt" else SETTINGS
     out = tmp_path / ("out.csv" if format == "csv" else "out.jsonl")
     path = tmp_path / "out.csv.journal.jsonl" if format == "csv" else out
-    write(path, record("a.png", made_with), settings=made_with)
-    path.write_text(path.read_text() + json.dumps(record("b.png", made_with) | {name: value}) + "\n")
-    output = Output(made_with, out, format)
+    write(path, record("a.png"))
+    path.write_text(path.read_text() + json.dumps(record("b.png") | {name: value}) + "\n")
+    output = Output(SETTINGS, out, format)
     with pytest.raises(ArgumentError, match="line 2 is not a record of a caption"):
         output.begin()
     output.close()
@@ -141,7 +141,7 @@ def test_a_line_without_an_end_is_refused_without_reading_it_whole(content, path
     "values",
     [
         *[{"n": 200_000_000}, {"n": "4"}, {"n": 0}, {"prompts": 7}, {"prompts": ["a"]}, {"prompts": {"name": "a"}}],
-        *[{"prompts": [{"name": 7}]}, {"n": 9000, "prompts": [{"name": "a"}, {"name": "b"}]}, {"caption_files": 7}],
+        *[{"prompts": [{"name": 7}]}, {"n": 9000, "prompts": [{"name": "a"}, {"name": "b"}]}],
         *[7, None, []],
     ],
     ids=repr,
@@ -156,17 +156,10 @@ def test_settings_with_values_of_another_type_are_damaged(values, path):
         Journal(path, SETTINGS)
 
 
-def test_many_settings_and_folders_of_others_take_no_time(path, monkeypatch):
+def test_more_settings_of_others_than_a_job_writes_are_refused(path):
     write(path, *THREE)
     settings = path.with_name("out.jsonl.settings")
     content = json.loads(settings.read_text())
-    content["folders"] = [f"/none/{i}" for i in range(200_000)]
-    settings.write_text(json.dumps(content))
-    monkeypatch.setattr(journal_module, "real_name", lambda name: looked_for.append(name) or name)
-    looked_for: list[str] = []
-    write(path, *[record("v.mp4", start=float(i), end=i + 1.0, key=f"{i:032x}") for i in range(3)])
-    write(path)
-    assert len(json.loads(settings.read_text())["folders"]) <= 102 and len(looked_for) < 400
     content["settings"] = {f"{i:016x}": {"prompt": "x"} for i in range(1001)}
     settings.write_text(json.dumps(content))
     with pytest.raises(ArgumentError, match="is damaged \\(it must have at most 1000 settings, got 1001\\)"):
@@ -177,7 +170,7 @@ def test_the_difference_to_settings_of_others_is_short_and_printable(path):
     write(path, *THREE)
     settings = path.with_name("out.jsonl.settings")
     names = {f"\x1b[2J{i}": "x" * 300 for i in range(10_000)}
-    settings.write_text(json.dumps({"version": 2, "folders": [], "settings": {"0" * 16: names}}))
+    settings.write_text(json.dumps({"version": VERSION, "settings": {"0" * 16: names}}))
     with pytest.raises(ArgumentError, match="was made with other settings") as error:
         Journal(path, SETTINGS)
     assert len(str(error.value)) < 3000 and "\x1b" not in str(error.value)
@@ -315,7 +308,7 @@ def test_a_partial_record_is_removed_when_the_disk_is_full(written, path, monkey
             return real(file, data[:written])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(journal_module.os, "write", fail)
+    monkeypatch.setattr(os, "write", fail)
     with pytest.raises(JobError, match=r"out\.jsonl cannot be written: No space left on device") as raised:
         journal.append(THREE[1])
     assert (raised.value.path, raised.value.errno) == (path, errno.ENOSPC)
@@ -328,7 +321,7 @@ def test_a_partial_record_is_removed_when_the_disk_is_full(written, path, monkey
 
 def test_partial_writes_are_continued(path, monkeypatch):
     real = os.write
-    monkeypatch.setattr(journal_module.os, "write", lambda file, data: real(file, data[:7]))
+    monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))
     write(path, *THREE)
     assert read(path) == THREE
 
@@ -367,19 +360,19 @@ def test_each_task_is_claimed_once_by_any_number_of_threads():
 
 def test_only_failed_tasks_are_claimed_for_a_retry():
     index = Index()
-    index.note("good", failed=False, line=0)
-    index.note("bad", failed=True, line=1)
+    index.note("good", failed=False, offset=0)
+    index.note("bad", failed=True, offset=10)
     assert not index.claim("good") and not index.claim("bad")
     assert [index.claim(key, retry=True) for key in ("good", "new", "bad", "bad")] == [False, False, True, False]
 
 
-def test_the_last_line_of_a_task_counts():
+def test_the_last_record_of_a_task_counts():
     index = Index()
     index.claim("a")
-    assert index.line("a") is None and index.line("b") is None
-    assert index.note("a", failed=True, line=3)
-    assert not index.note("a", failed=False, line=5)
-    assert index.line("a") == 5
+    assert index.offset("a") is None and index.offset("b") is None
+    assert index.note("a", failed=True, offset=3)
+    assert not index.note("a", failed=False, offset=5)
+    assert index.offset("a") == 5
 
 
 def test_the_first_caption_of_a_content_is_kept():
@@ -387,9 +380,3 @@ def test_the_first_caption_of_a_content_is_kept():
     index.keep_caption("content", THREE[2])
     index.keep_caption("content", THREE[0])
     assert index.caption("content") == THREE[2] and index.caption("other") is None
-
-
-def test_caption_files_beside_the_images_are_named_so(path):
-    write(path, *THREE, settings=CaptionSettings(caption_files=f"txt {BESIDE_IMAGES}"))
-    with pytest.raises(ValueError, match=r"caption_files was 'txt beside the images', is None\."):
-        Journal(path, SETTINGS)

@@ -245,9 +245,9 @@ def test_images_with_the_same_stem_do_not_share_a_caption_file(caption, two, tmp
     assert made["a.jpg"]["error"] is None and made["b.png"]["error"] is None
     assert made["a.png"]["error"].startswith(f"{two / 'a.txt'} is the caption file of another image with this name")
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
-    noise_image(40, 40, seed=6).save(two / "a.bmp")  # now found first, but the name is claimed
+    noise_image(40, 40, seed=6).save(two / "a.bmp")  # now found first
     (later,) = caption(two, **options)
-    assert "another image with this name" in later["error"]
+    assert "exists already" in later["error"]
     assert (two / "a.txt").read_text() == f"{made['a.jpg']['caption']}\n"
 
 
