@@ -11,7 +11,7 @@ def main(argv: list[str] | None = None) -> int:
     Until a command handles SIGINT itself, Ctrl-C ends the process at once and without a traceback, and so does SIGTERM.
     There is nothing to clean up before that, not even in the middle of an import.
     """
-    if os.name == "posix" and os.getpid() == 1:
+    if os.getpid() == 1:
         from mmvllm.processes.signals import run_below_first_process
 
         run_below_first_process()

@@ -11,7 +11,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # Triton does not support macOS and Windows: kernels are defined there, but never run
+except ImportError:  # Triton does not support macOS: kernels are defined there, but never run
     triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda kernel: kernel), __version__=None)
     tl = SimpleNamespace(constexpr=None)
 

@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -78,13 +79,9 @@ def _prompt_length(handle: Any) -> int:
     return handle.get_vlm_perf_metrics().get_num_input_tokens()
 
 
-def _peak_memory() -> int | None:
-    """Peak memory of this process in bytes; None if the system does not report it."""
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:  # Windows
-        return None
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _peak_memory() -> int:
+    """Peak memory of this process in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:

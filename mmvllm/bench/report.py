@@ -78,7 +78,7 @@ def _hardware(device: torch.device) -> dict:
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpu": torch.cuda.get_device_name(device) if on_cuda else None,
         "gpu_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_cuda else None,
     }

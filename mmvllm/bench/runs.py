@@ -1,5 +1,6 @@
 """One run of requests through an `LLM`, submitted like a user's requests."""
 
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ class Run:
     start_counter: float  # the same time on time.perf_counter(), like the ends of steps
     seconds: float  # from submission to the last output
     outputs: list[RequestOutput]
-    peak_memory: int | None
+    peak_memory: int
     steps: list[StepStats] = field(default_factory=list)
     grids: list[Grid] = field(default_factory=list)  # of all images
     worker_seconds: float = 0.0  # CPU time of preparation, in all threads
@@ -120,15 +121,8 @@ def reset_peak_memory(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Return the peak bytes since the reset: allocated on a GPU, elsewhere the resident set of the process.
-
-    Returns None if the system does not report it.
-    """
+def peak_memory(device: torch.device) -> int:
+    """Return the peak bytes since the reset: allocated on a GPU, elsewhere the resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:  # Windows
-        return None
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

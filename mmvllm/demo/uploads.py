@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import fcntl
 import os
 import shutil
 import tempfile
@@ -14,11 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from mmvllm.demo.parts import FileParts
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 ORPHAN_SECONDS = 600.0  # an upload that no session has claimed is removed after this time
 SCAN_PAUSE = 0.1  # seconds between scans of the folder, which block the interpreter
@@ -232,9 +228,7 @@ def _remove_left() -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder until this process ends, and return its descriptor; None if another holds it, or on Windows."""
-    if fcntl is None:
-        return None
+    """Lock a folder until this process ends, and return its descriptor; None if another holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,9 +243,6 @@ def _is_old(stat: os.stat_result) -> bool:
 
 
 def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except PermissionError:  # on Windows, while it is sent; `remove_orphans` tries again
-        return
+    path.unlink(missing_ok=True)
     with suppress(OSError):  # it has other files, or was removed
         path.parent.rmdir()

@@ -26,7 +26,6 @@ from mmvllm.errors import RequestError, without_frames
 from mmvllm.inputs import EngineInput, MediaRules, in_pinned_memory
 from mmvllm.media.policy import Kind
 from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
-from mmvllm.processes.signals import wait_until
 from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.parts import plain_processor_kwargs
 from mmvllm.processors.chat.processor import Processor
@@ -341,7 +340,7 @@ class Prefetcher:
         with self._changed:
             start = time.perf_counter()
             if wait:
-                wait_until(self._has_next, self._changed)
+                self._changed.wait_for(self._has_next)
             index = self._ready()
             if self._started is not None:
                 self._waited += time.perf_counter() - start

@@ -17,8 +17,6 @@ from mmvllm.processors.images.load import decode_data_uri
 from mmvllm.utils.text import with_article
 
 _EXAMPLES = {"image": "image/png", "video": "video/mp4"}
-_ON_WINDOWS = os.name == "nt"
-_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
 async def fetch(
@@ -95,8 +93,7 @@ def _read_allowed(url: str, policy: MediaPolicy, kind: Kind) -> bytes:
 
 
 def _path(url: str) -> str:
-    path = urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
-    return path.lstrip("/") if _ON_WINDOWS else path  # file:///C:/a.png
+    return urllib.parse.unquote(re.sub("^//(localhost(?=/))?", "", url[len("file:") :]))
 
 
 def _read(file: BinaryIO, policy: MediaPolicy, kind: Kind) -> bytes:
@@ -121,7 +118,7 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
     """Open a file in or below a folder, as an `opener` for `open`; raises OSError or ValueError.
 
     Symbolic links are resolved and must end inside the folder. The resolved path is then opened component by component
-    without following links, so a link created in the meantime has no effect. On Windows it is opened as a whole.
+    without following links, so a link created in the meantime has no effect.
     """
     root = os.path.realpath(folder)
     names = path.replace(os.sep, "/").split("/")
@@ -131,8 +128,6 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
         raise ValueError(path)  # the message must not reveal which files and links exist elsewhere
     real = os.path.realpath(path)
     *parents, name = Path(real).relative_to(root).parts
-    if not _HAS_DIR_FD:
-        return _open_regular(real, flags)
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for parent in parents:
@@ -142,9 +137,3 @@ def _open_below(folder: Path, path: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
     finally:
         os.close(at)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe might block
-        raise OSError(errno.EINVAL, "not a file")
-    return os.open(path, flags)

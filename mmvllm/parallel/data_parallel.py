@@ -21,7 +21,6 @@ from mmvllm.parallel.engine_core import AddCommand, EngineOutputs, EngineReady
 from mmvllm.parallel.engine_core_client import STOP_SECONDS, Command
 from mmvllm.parallel.placement import place_engines
 from mmvllm.parallel.supervisor import EngineListener, EngineSupervisor
-from mmvllm.processes.signals import wait_until
 from mmvllm.processes.start import check_may_start
 from mmvllm.sampling.grammar import GrammarCompiler
 from mmvllm.worker.checkpoint import read_checkpoint
@@ -152,7 +151,7 @@ class DataParallelEngines:
 
     def _wait_until_ready(self) -> list[EngineReady]:
         with self._changed:
-            wait_until(lambda: all(self._ready_messages) or self._startup_errors, self._changed)
+            self._changed.wait_for(lambda: all(self._ready_messages) or self._startup_errors)
             if self._startup_errors:
                 raise self._startup_errors[0]
             return [*self._ready_messages]

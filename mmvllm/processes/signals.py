@@ -6,20 +6,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 FORCED_SECONDS = 1.5  # for an orderly shutdown after a second signal
-WAIT_SECONDS = 1.0  # per wait: Windows does not interrupt it, and handles Ctrl-C afterwards
-
-
-def wait_until(is_true: Callable[[], Any], changed: threading.Condition) -> None:
-    """Wait like `changed.wait_for(is_true)`, but let signal handlers run meanwhile."""
-    while not changed.wait_for(is_true, WAIT_SECONDS):
-        pass
 
 
 @contextmanager

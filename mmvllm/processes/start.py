@@ -46,9 +46,6 @@ def check_may_start() -> None:
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """Block signals while a process is started: it inherits the mask, and no signal ends it before it ignores them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield

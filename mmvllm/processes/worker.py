@@ -23,7 +23,7 @@ NICENESS = 5  # the engine has priority
 NUMBERS_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ONE_THREAD = dict.fromkeys(NUMBERS_OF_THREADS, "1")
 # Ctrl-C in a terminal reaches all processes of a job; workers ignore it, so the parent can finish tasks in flight.
-IGNORED_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+IGNORED_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 _parent: Channel | None = None
 
@@ -84,8 +84,7 @@ def _become_worker(engine_env: dict[str, str] | None) -> None:
     logging.getLogger().addHandler(_LogOfParent(None))
     warnings.simplefilter("ignore")  # Pillow's warnings contain values of the image, so Python would show every one
     os.environ.update(ONE_THREAD)
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
+    os.nice(NICENESS)
 
 
 class _LogOfParent(QueueHandler):

@@ -7,6 +7,7 @@ the tokenizer forks for each grammar, so that one which ends its process costs n
 
 import json
 import os
+import resource
 import signal
 import warnings
 from collections.abc import Sequence
@@ -68,8 +69,6 @@ class GrammarTrial:
 
 def _stack_bytes() -> int:
     """Half of what a thread has for recursion, at most 4 MiB."""
-    import resource  # not on Windows
-
     limit, _ = resource.getrlimit(resource.RLIMIT_STACK)
     return (DEFAULT_STACK_BYTES if limit == resource.RLIM_INFINITY else min(limit, 8 * MiB)) // 2
 

@@ -1,6 +1,7 @@
 """Measure the memory of values and, on Linux, limit this process's memory and return freed memory to the system."""
 
 import ctypes
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,18 +44,14 @@ def allow(num_bytes: int) -> None:
 def _first_bytes() -> int | None:
     """Return the writable memory of this process at the first call; None if the system does not report it."""
     try:
-        import resource  # not on Windows
-
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    except (ImportError, OSError):
+    except OSError:
         return None
 
 
 def _limit_memory(num_bytes: int | None) -> None:
     """Limit the writable memory of this process; None allows as much as the system does."""
-    with suppress(ImportError, OSError, ValueError):  # not Linux, or a sandbox that forbids limits
-        import resource
-
+    with suppress(OSError, ValueError):  # a sandbox forbids limits
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
         limit = most if num_bytes is None or 0 <= most < num_bytes else num_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, most))

@@ -12,7 +12,7 @@ def as_scheduled() -> Iterator[Callable[[], bool]]:
     SVT-AV1 gives the thread that calls it real-time priority if it may, as root. Threads and processes that are started
     afterwards inherit it, and keep others waiting for minutes.
     """
-    if not hasattr(os, "sched_setscheduler"):  # macOS and Windows
+    if not hasattr(os, "sched_setscheduler"):  # macOS
         yield lambda: True
         return
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmvllm.media import fetching
 from mmvllm.media.http_fetching import is_allowed
 from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.serving.web import ANYWHERE, NAME, PNG, PUBLIC, FakeNetwork, fake_network, fetch, local
@@ -93,10 +92,9 @@ def test_an_invalid_data_uri_is_refused_and_not_echoed(uri, message):
 # Files
 
 
-@pytest.fixture(params=[True, False], ids=["dir_fd", "no_dir_fd"])
-def folder(request, tmp_path, monkeypatch) -> Path:
-    """An allowed folder, with a secret beside it; with os.open relative to a folder, and without, as on Windows."""
-    monkeypatch.setattr(fetching, "_HAS_DIR_FD", request.param)
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """An allowed folder, with a secret beside it."""
     inside = tmp_path / "allowed"
     (inside / "sub").mkdir(parents=True)
     for path in (inside / "a.png", inside / "sub" / "50% ä.png", tmp_path / "secret.png"):
@@ -117,19 +115,6 @@ def test_a_file_in_the_allowed_folder_is_read(name, folder):
     policy = MediaPolicy(allowed_local_path=folder)
     assert fetch((folder / name).as_uri(), policy) == PNG
     assert fetch((folder / name).as_uri().replace("file://", "FILE://localhost"), policy) == PNG
-
-
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("file:///C:/images/a%20b.png", "C:/images/a b.png"),
-        ("file://localhost/C:/a.png", "C:/a.png"),
-        ("file:////server/share/a.png", "server/share/a.png"),  # not //server: opening that would log in there
-    ],
-)
-def test_on_windows_the_path_of_a_url_begins_with_a_drive(url, path, monkeypatch):
-    monkeypatch.setattr(fetching, "_ON_WINDOWS", True)
-    assert fetching._path(url) == path
 
 
 def test_an_allowed_folder_may_be_a_link(folder):

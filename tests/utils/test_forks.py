@@ -17,7 +17,6 @@ from tests.helpers.serving.server import ENGINE
 
 pytestmark = [
     pytest.mark.spawns,
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks on Windows"),
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 ONE = SamplingParams(max_tokens=1)

@@ -29,7 +29,6 @@ from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import EngineFailed
 from mmvllm.parallel.placement import Placement
 from mmvllm.processes.pool import NUM_WORKERS, SILENCE_SECONDS, WorkerDied, WorkerPool, WorkersUnusable
-from mmvllm.processes.signals import wait_until
 from mmvllm.processes.start import KILL_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ class ProcessSource:
             return self._error is not None or all(engine.is_ready for engine in self._engines)
 
         with self._changed:
-            wait_until(is_known, self._changed)
+            self._changed.wait_for(is_known)
         if self._error is not None:
             raise self._error
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mmvllm.captioning.jobs.captioner import Task
-from mmvllm.processes.signals import wait_until
 
 POLL_SECONDS = 0.05  # an engine waits for images, then for records, in turns of this length
 FOUND_AHEAD = 64  # found tasks that no engine has taken
@@ -65,7 +64,7 @@ class TaskQueue:
         threading.Thread(target=self._feed, args=(tasks,), name="mmvllm-find", daemon=True).start()
         while True:
             with self._changed:
-                wait_until(lambda: self._results or self._is_over(), self._changed)
+                self._changed.wait_for(lambda: self._results or self._is_over())
                 ready = [self._results.popleft() for _ in range(len(self._results))]
             if not ready:
                 break

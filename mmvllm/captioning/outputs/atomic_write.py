@@ -53,8 +53,7 @@ def _new_file(target: Path) -> tuple[Path, int]:
         path.unlink(missing_ok=True)
     except OSError:  # a folder has this name
         path = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # Windows would change line endings
-    return path, os.open(path, flags, 0o666)
+    return path, os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
 
 
 def check_regular(path: Path) -> None:

@@ -1,24 +1,15 @@
 """A locked file for appending, which detects changes by other programs."""
 
+import fcntl
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows, which neither renames nor deletes an open file
-    import msvcrt
-
-    fcntl = None
 
 from mmvllm.captioning.errors import explained
 from mmvllm.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
-# Windows would change line endings; a link that was put there meanwhile is not followed.
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-LOCK_OFFSET = 2**40  # locked bytes cannot be read through other handles on Windows, so the lock is beyond any record
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a link that was put there meanwhile is not followed
 
 
 class LockedFile:
@@ -83,29 +74,15 @@ class LockedFile:
         return None if status.st_size == self.size else "was changed"
 
     def take_over(self, new: "LockedFile") -> None:
-        """Replace this file by `new`; the path stays locked, except for a moment on Windows."""
-        if fcntl is not None:
-            new.path.replace(self.path)
-            self.close()
-            self._file, new._file, self.size = new._file, None, new.size
-            return
-        new.close()
+        """Replace this file by `new`; the path stays locked."""
+        new.path.replace(self.path)
         self.close()
-        try:
-            new.path.replace(self.path)
-        finally:
-            self._file = _open_locked(self.path)
-            self.size = os.fstat(self._file).st_size
+        self._file, new._file, self.size = new._file, None, new.size
 
     def delete(self) -> None:
-        """Delete and close the file, unless another run on Windows has opened it."""
-        if fcntl is not None:  # while it is locked
-            self.path.unlink(missing_ok=True)
-            self.close()
-            return
+        """Delete and close the file."""
+        self.path.unlink(missing_ok=True)  # while it is locked
         self.close()
-        with suppress(PermissionError):
-            self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close and unlock the file."""
@@ -130,11 +107,7 @@ def _open_locked(path: Path, more_flags: int = 0) -> int:
 def _lock(file: int, name: Path) -> None:
     """Lock the file until it is closed; raises ValueError if another process has locked it."""
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            os.lseek(file, LOCK_OFFSET, os.SEEK_SET)
-            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise ValueError(
             f"{name}: another run is writing to it; wait for that run to end, or choose another file"

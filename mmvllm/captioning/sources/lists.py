@@ -82,11 +82,8 @@ def _text_item(line: _Line) -> Item:
         return _failed(line, NOT_ASCII)
     if not is_data and len(line.text) > 4 * MAX_NAME:
         return _failed(line, f"is not a path or URL: it has {len(line.text)} bytes")
-    try:
-        name = os.fsdecode(line.text)
-        return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
-    except UnicodeDecodeError:  # on Windows, where names are Unicode
-        return _failed(line, "is not UTF-8 text")
+    name = os.fsdecode(line.text)
+    return dataclasses.replace(_listed(name, line), is_video=is_video_name(name))
 
 
 def _json_item(line: _Line) -> Item:

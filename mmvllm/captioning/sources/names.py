@@ -15,9 +15,6 @@ VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
 ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # may have several frames
 MAX_PATH = 4096  # characters; a longer text is not a path on any system
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
-_ON_WINDOWS = os.name == "nt"
-_ILLEGAL = re.compile(r'[<>:"|?*\x00-\x1f]|[. ]$')  # not allowed in names on Windows
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d) *(\.|$)", re.IGNORECASE)  # Windows writes such names to a device
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
 
 
@@ -56,18 +53,10 @@ def kind_of_file(name: str) -> str:
 
 
 def relative_path(*paths: str) -> str:
-    """Join paths without roots, '..' and NUL, so that the result stays inside a folder.
-
-    On Windows, characters that names must not contain are replaced.
-    """
+    """Join paths without roots, '..' and NUL, so that the result stays inside a folder."""
     pures = [PurePath(path.replace("\0", "")) for path in paths]
     names = [name for pure in pures for name in pure.parts[bool(pure.anchor) :] if name != ".."]
-    return "/".join(map(_legal, names) if _ON_WINDOWS else names) or "index"
-
-
-def _legal(name: str) -> str:
-    name = _ILLEGAL.sub("_", name)
-    return f"_{name}" if _DEVICE.match(name) else name
+    return "/".join(names) or "index"
 
 
 def relative_of_url(url: str) -> str:
