@@ -1,7 +1,6 @@
 """Find the folder of a checkpoint and refuse unsupported ones by their files alone, without importing torch."""
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,19 +13,6 @@ from mmvllm.utils.text import load_json, some_of, without_logins
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 BUNDLED_NAME = "bundled"
 CONFIGS = ("*.json", "*.txt", "*.jinja")
-
-# Hints from the name of a hub repository that cannot be downloaded; the first match counts.
-NAMES = (
-    (r"gguf|mlx|bnb|nf4|nvfp4|mxfp4|exl[23]|(?<!gptq-)[48]-?bit", "a quantized format, which is not supported"),
-    (r"qwen2-?vl", "Qwen2-VL, which is supported"),
-    (r"qwen2[.-_]?5-?vl", "Qwen2.5-VL, which is supported"),
-    (r"qwen3[.-_]?5", "Qwen3.5, which is not supported"),
-    (r"qwen3-?vl", "Qwen3-VL, which is supported"),
-    (r"qwen2(\.5)?-((coder|math)-)?[\d.]+b(?!-a\d)", "text-only Qwen2, which is supported"),
-    (r"qwen3-[\d.]+b(?!-a\d)", "text-only Qwen3, which is supported"),
-    (r"llava|internvl|pixtral|paligemma|gemma|llama|mistral|phi-|smolvlm|idefics|molmo|minicpm|glm|florence|blip|moondream",
-     "an architecture that is not supported"),
-)  # fmt: skip
 
 
 def model_name(model: str | Path | None) -> str:
@@ -153,14 +139,5 @@ def _neither(model: str | Path) -> str:
 
 
 def _unavailable(model: str | Path, reason: str) -> str:
-    hint, reason = support_hint(str(model)), reason.strip().rstrip(".")
-    return (
-        f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {reason}"
-        f"{f'; its name says {hint}' if hint else ''}"
-    )
-
-
-def support_hint(model: str) -> str | None:
-    """Return what the name of a hub id says about its support, or None."""
-    name = model.rpartition("/")[2].lower()
-    return next((hint for pattern, hint in NAMES if re.search(pattern, name)), None)
+    reason = reason.strip().rstrip(".")
+    return f"model {str(model)!r} is not a local folder and cannot be downloaded from the hub: {reason}"

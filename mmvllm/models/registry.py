@@ -1,7 +1,5 @@
 """The model families by the architecture in config.json; a family is imported when it is first needed."""
 
-import re
-from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,15 +94,4 @@ def read_config(folder: str | Path) -> tuple[str, dict]:
 
 def _check_architecture(architecture: str) -> None:
     if architecture not in FAMILIES:
-        sibling = _sibling(architecture)
-        raise ValueError(
-            f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
-            + (f"; the nearest to it is {sibling}" if sibling else "")
-        )
-
-
-def _sibling(architecture: str) -> str | None:
-    """Return the supported architecture of the same generation whose name is most similar."""
-    generation = re.match(r"Qwen\d|", architecture)[0]
-    same = [name for name in FAMILIES if generation and name.startswith(generation)]
-    return max(same, key=lambda name: SequenceMatcher(None, name, architecture).ratio(), default=None)
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}")

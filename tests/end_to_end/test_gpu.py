@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmvllm import SamplingParams
-from mmvllm.bench.accuracy import NUM_VALUES
+from mmvllm.kernels.common.accuracy import NUM_VALUES
 from mmvllm.worker.mixed_graphs import MixedGraphs
 from mmvllm.worker.vision_graphs import VisionGraphs
 from tests.helpers.engine.engines import run_at_once

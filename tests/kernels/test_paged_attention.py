@@ -5,7 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mmvllm.bench.accuracy import NUM_VALUES
+from mmvllm.kernels.common.accuracy import NUM_VALUES
 from mmvllm.kernels.paged_attention import paged_attention, paged_attention_torch, paged_attention_triton
 from tests.helpers.models.kernels import assert_no_worse
 

@@ -207,9 +207,9 @@ def test_a_backend_with_wrong_results_fails_its_trial(monkeypatch):
     attention_choice._try_packed(TritonAttention, 16, CPU, torch.float32)
     monkeypatch.setattr(TorchVarlenAttention, "paged", staticmethod(lambda q, k_cache, v_cache, batch: q))
     monkeypatch.setattr(TorchVarlenAttention, "packed", staticmethod(lambda q, k, v, segments: q))
-    with pytest.raises(AssertionError, match="not close"):
+    with pytest.raises(ValueError, match=r"quantile of .* errors"):
         attention_choice._try_paged(TorchVarlenAttention, 16, CPU, torch.float32, None)
-    with pytest.raises(AssertionError, match="not close"):
+    with pytest.raises(ValueError, match=r"quantile of .* errors"):
         attention_choice._try_packed(TorchVarlenAttention, 16, CPU, torch.float32)
 
 

@@ -15,8 +15,8 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from mmvllm.bench.accuracy import LARGEST_FACTOR, compare, relative_errors
 from mmvllm.kernels import paged_attention as file
+from mmvllm.kernels.common.accuracy import LARGEST_FACTOR, compare, relative_errors
 from mmvllm.kernels.paged_attention import paged_attention_torch, paged_attention_triton
 
 SHAPES = ((12, 2, 128), (28, 4, 128), (32, 8, 80), (5, 1, 64))  # query heads, KV heads, head size

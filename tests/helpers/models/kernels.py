@@ -2,14 +2,14 @@
 
 import torch
 
-from mmvllm.bench.accuracy import compare, relative_errors
+from mmvllm.kernels.common.accuracy import compare, relative_errors
 from mmvllm.kernels.fp8 import Fp8Rows
 
 
 def assert_no_worse(got: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
     """Against float64, the errors of `got` are at most twice the reference's in the same dtype.
 
-    `mmvllm.bench.accuracy` defines the rule.
+    `mmvllm.kernels.common.accuracy` defines the rule.
     """
     assert got.shape == exact.shape and got.dtype == reference.dtype
     errors, allowed = (relative_errors(x.cpu(), exact.cpu()) for x in (got, reference))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmvllm.bench.accuracy import NUM_VALUES, compare, relative_errors
+from mmvllm.kernels.common.accuracy import NUM_VALUES, compare, relative_errors
 
 HEADS, DIM, KEYS, TILE = 4, 64, 320, 64
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
