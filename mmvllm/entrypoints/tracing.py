@@ -2,7 +2,7 @@
 
 Names of spans and attributes follow vLLM (vllm/tracing) and OpenTelemetry's conventions for generative AI.
 Spans are created when a request ends, from the times in its output, so tracing costs nothing per token or step. A
-failure of tracing, such as a collector that does not answer, is logged once and does not affect requests.
+failure of tracing, such as a collector that does not answer, does not affect requests.
 """
 
 import atexit
@@ -12,7 +12,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
-EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 HEADER_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")  # the first that is set counts
 # At shutdown: the time to send the remaining spans, and then the time to end an attempt.
 FLUSH_SECONDS, END_SECONDS = 2.5, 0.5
@@ -92,7 +91,14 @@ def make_tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     url, has_own_session = traces_url(endpoint), any(map(os.environ.get, CREDENTIAL_VARIABLES))
-    return RequestTracer(OTLPSpanExporter(url, session=None if has_own_session else _status_session()), model, url)
+    logging.getLogger(OTLPSpanExporter.__module__).addFilter(_edit_message)  # adding it again changes nothing
+    return RequestTracer(OTLPSpanExporter(url, session=None if has_own_session else _status_session()), model)
+
+
+def _edit_message(record: logging.LogRecord) -> bool:
+    """Hide secrets in messages of the exporter, and the message that `RequestTracer` shuts it down twice."""
+    record.msg, record.args = _public(record.getMessage()), None
+    return not record.msg.startswith("Exporter already shutdown")
 
 
 def _status_session() -> "requests.Session":
@@ -122,10 +128,9 @@ class RequestTracer:
 
     Args:
         model: name of the model in the spans of requests without an adapter.
-        destination: name of the exporter in the warning.
     """
 
-    def __init__(self, exporter: "SpanExporter", model: str, destination: str = "the exporter"):
+    def __init__(self, exporter: "SpanExporter", model: str):
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -134,8 +139,8 @@ class RequestTracer:
         self._model, self._propagator = model, TraceContextTextMapPropagator()
         resource = Resource.create({"service.name": "mmvllm"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # it may take half a minute
-        self._exporter = warn_once(exporter, destination)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._exporter = exporter
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("mmvllm", mmvllm.__version__)
         self._has_failed = self._is_shut_down = False
         atexit.register(_shutdown_if_alive, weakref.ref(self))
@@ -268,54 +273,6 @@ def ended_output(request_id: str, arrival_time: float, num_completions: int, err
     return RequestOutput(request_id, completions, arrival_time=arrival_time, finish_time=time.time())
 
 
-def warn_once(exporter: "SpanExporter", destination: str) -> "SpanExporter":
-    """Wrap an exporter to warn once when spans are lost, and again only after some have been sent."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-    class WarnOnceExporter(SpanExporter):
-        def __init__(self) -> None:
-            self._is_losing = self._is_shut_down = False
-            logging.getLogger(EXPORTER_LOGGER).addFilter(_REASONS)  # added only once, however often this runs
-
-        def export(self, spans: Sequence) -> SpanExportResult:
-            if self._is_shut_down:  # the remaining spans were not sent in time
-                return SpanExportResult.FAILURE
-            _REASONS.first = ""
-            try:
-                result = exporter.export(spans)
-            except Exception as error:
-                result, _REASONS.first = SpanExportResult.FAILURE, str(error)
-            is_losing = result is not SpanExportResult.SUCCESS
-            if is_losing and not self._is_losing:
-                message = "traces cannot be sent to %s; requests are served, their spans are lost: %s"
-                logger.warning(message, _public(destination), _public(_REASONS.first))
-            self._is_losing = is_losing
-            return result
-
-        def shutdown(self) -> None:
-            if not self._is_shut_down:  # the SDK calls it again
-                self._is_shut_down = True
-                exporter.shutdown()
-
-        def force_flush(self, timeout_millis: int = 30000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return WarnOnceExporter()
-
-
 def _public(text: str) -> str:
     """Remove the logins and queries of URLs from a text, since they may contain secrets."""
     return re.sub(r"\?\S+", "?***", without_logins(text))
-
-
-class _Reasons(logging.Filter):
-    """Keeps the first line that the SDK's exporter logs about a failure, for one warning in place of many."""
-
-    first = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self.first = self.first or record.getMessage()
-        return False
-
-
-_REASONS = _Reasons()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
-import httpx
+import httpx2
 
 from mmvllm.errors import ArgumentError, RequestError
 from mmvllm.outputs import CompletionOutput, RequestOutput
@@ -85,9 +85,9 @@ class Endpoint:
             auth=(base_url.username, base_url.password) if login else None,
             headers=headers | {"Accept-Encoding": "identity"},  # a few compressed bytes may expand to any size
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps no cookies
-            timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS),  # per read; `_answer` limits the whole request
+            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS),  # per read; `_answer` limits the whole request
             # The caller limits the requests in flight; each request opens a new connection, see `_read`.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
         )
         try:
             self.model = self._chosen_model(model)
@@ -203,9 +203,9 @@ class Endpoint:
         limit, size = TimeLimit(seconds), min(num_completions, MAX_COMPLETIONS)
         try:
             return limit.run(lambda: self._read(limit, method, path, size, options))
-        except (TimeIsOver, httpx.TimeoutException):
+        except (TimeIsOver, httpx2.TimeoutException):
             raise _TryAgain("it did not answer in time") from None
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _TryAgain(self._hidden(str(error) or type(error).__name__)) from None
 
     def _read(self, limit: TimeLimit, method: str, path: str, size: int, options: dict[str, Any]) -> "_Answer":
@@ -266,7 +266,7 @@ class _Answer:
 
     status_code: int
     reason_phrase: str
-    headers: httpx.Headers
+    headers: httpx2.Headers
     content: bytes
     size: int  # completions that the size limits allow for
 
@@ -276,12 +276,12 @@ class _Answer:
         return parse_json(self.content)
 
 
-def _client(**options: Any) -> httpx.Client:
+def _client(**options: Any) -> httpx2.Client:
     try:
-        return httpx.Client(**options)
+        return httpx2.Client(**options)
     except ImportError as error:  # a package for SOCKS is missing
         raise ArgumentError("{endpoint} cannot be reached through the proxy: {reason}", reason=error) from None
-    except (ValueError, httpx.InvalidURL):  # the error's text would show a password
+    except (ValueError, httpx2.InvalidURL):  # the error's text would show a password
         raise ArgumentError(
             "{endpoint} cannot be reached: HTTP_PROXY, HTTPS_PROXY or ALL_PROXY must be a URL such as "
             "http://proxy.example.org:3128"
@@ -308,10 +308,10 @@ def _count(usage: dict, name: str) -> int:
     return count
 
 
-def _base_url(url: str) -> httpx.URL:
+def _base_url(url: str) -> httpx2.URL:
     try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError):
+        parsed = httpx2.URL(url)
+    except (httpx2.InvalidURL, TypeError):
         parsed = None
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
         raise ArgumentError("{endpoint} must be an http:// or https:// URL, such as http://localhost:8000/v1")

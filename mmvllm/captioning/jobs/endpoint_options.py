@@ -42,8 +42,8 @@ class EndpointOptions:
         check_int("concurrency", self.concurrency)
         check_int("max_retries", self.max_retries, at_least=0)
         check_seconds("endpoint_timeout", self.timeout)
-        if find_spec("httpx") is None:
-            raise ArgumentError("{endpoint} needs httpx: pip install 'mmvllm[endpoint]'")
+        if find_spec("httpx2") is None:
+            raise ArgumentError("{endpoint} needs httpx2: pip install 'mmvllm[endpoint]'")
 
     def connect(self) -> "Endpoint":
         """Return the server, after asking for its models; raises ArgumentError if it cannot be used."""
