@@ -1,7 +1,7 @@
 """Measures an engine's steps in rounds, and separately the parts of steps."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from cProfile import Profile
 from dataclasses import dataclass
@@ -53,10 +53,15 @@ def measure_steps(engine: LLMEngine, model: StandIn, case: HostCase, steps: int,
 
 
 @contextmanager
-def step_parts(engine: LLMEngine) -> Iterator[list[StepStats]]:
-    """Collect the engine's steps, with the CPU time of their parts on any device."""
+def step_parts(engine: LLMEngine, on_step: Callable[[], None] = lambda: None) -> Iterator[list[StepStats]]:
+    """Collect the engine's steps, with the CPU time of their parts on any device; `on_step` is called after each."""
     stats: list[StepStats] = []
-    before, engine.on_step, engine.executor.clock = engine.on_step, stats.append, "host"
+
+    def collect(step: StepStats) -> None:
+        stats.append(step)
+        on_step()
+
+    before, engine.on_step, engine.executor.clock = engine.on_step, collect, "host"
     try:
         yield stats
     finally:

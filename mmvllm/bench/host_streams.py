@@ -2,18 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from mmvllm.bench.host_engine import HostCase, StandIn
 from mmvllm.bench.host_steps import ROUNDS, HostTimes, median_parts, num_filling_steps, step_parts
 from mmvllm.engine.stats import StepStats
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from mmvllm.scheduler.detokenizer import TokenDecoder
 
 SPARE_STEPS = 50  # requests reach the engine one by one
 
@@ -33,9 +29,10 @@ async def measure_streams(engine: AsyncLLM, model: StandIn, case: HostCase, step
     received, num_tokens = await _consume(engine, model, case, steps)
     per_round = len(received) // ROUNDS
     rounds = [received[i * per_round : (i + 1) * per_round] for i in range(ROUNDS)]
-    with _timed(engine) as timers:
+    cpu_times: list[float] = []
+    with step_parts(engine._engine, lambda: cpu_times.append(time.thread_time())) as stats:
         received, _ = await _consume(engine, model, case, per_round)
-    parts = timers.parts() | {"receive": _per_step(received[0], received[-1], "loop_seconds")}
+    parts = _parts(stats, cpu_times) | {"receive": _per_step(received[0], received[-1], "loop_seconds")}
     cpu_seconds = median(_per_step(one[0], one[-1], "cpu_seconds") for one in rounds)
     return HostTimes(min(map(_median_step, rounds)), cpu_seconds, parts, num_tokens)
 
@@ -64,48 +61,13 @@ def _median_step(received: list[_Received]) -> float:
     return median(_per_step(begin, end, "seconds") for begin, end in pairwise(received))
 
 
-class _Timers:
-    """Seconds of each step of the engine's thread: CPU time after `engine.step`, and its part for detokenizing."""
+def _parts(stats: list[StepStats], cpu_times: list[float]) -> dict[str, float]:
+    """Return the times of the steps in which all sequences decoded: their parts, and the rest of the thread's work.
 
-    def __init__(self, stats: list[StepStats]):
-        self.stats, self.delivering, self.detokenizing = stats, [], [0.0]
-
-    def parts(self) -> dict[str, float]:
-        """Return the times of the steps in which all sequences decoded."""
-        most = max(step.num_decode_tokens for step in self.stats)
-        numbers = [i for i, step in enumerate(self.stats) if step.num_decode_tokens == most]
-        detokenize = median(self.detokenizing[i] for i in numbers)
-        deliver = median(self.delivering[i] - self.detokenizing[i] for i in numbers)
-        return median_parts([self.stats[i] for i in numbers]) | {"detokenize": detokenize, "deliver": deliver}
-
-
-@contextmanager
-def _timed(engine: AsyncLLM) -> Iterator[_Timers]:
-    """Measure the parts of each step."""
-    thread, decode = engine._thread, TokenDecoder.decode
-    run_step, engine_step = thread._step, engine._engine.step
-
-    def timed_decode(decoder: TokenDecoder, token_ids: list[int]) -> str:
-        start = time.perf_counter()
-        text = decode(decoder, token_ids)
-        timers.detokenizing[-1] += time.perf_counter() - start
-        return text
-
-    def timed_engine_step() -> Any:
-        result = engine_step()
-        timers.delivering.append(-time.thread_time())
-        return result
-
-    def timed_step() -> None:
-        run_step()
-        timers.delivering[-1] += time.thread_time()
-        timers.detokenizing.append(0.0)
-
-    with step_parts(engine._engine) as stats:
-        timers = _Timers(stats)
-        thread._step, engine._engine.step, TokenDecoder.decode = timed_step, timed_engine_step, timed_decode
-        try:
-            yield timers
-        finally:
-            del thread._step, engine._engine.step
-            TokenDecoder.decode = decode
+    `cpu_times` are the CPU times of the engine's thread at the end of each step.
+    """
+    most = max(step.num_decode_tokens for step in stats)
+    numbers = [i for i, step in enumerate(stats) if i and step.num_decode_tokens == most]
+    parts = median_parts([stats[i] for i in numbers])
+    whole = median(cpu_times[i] - cpu_times[i - 1] for i in numbers)
+    return parts | {"deliver": whole - sum(parts.values())}

@@ -136,7 +136,9 @@ def caption_images(
             source = RaySource(spec, selection, out.files, ordered, ray)
             stack.callback(source.close)
         elif server is not None:
-            from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # imported here because httpx2 is optional
+            from mmvllm.captioning.jobs.endpoint_source import (
+                EndpointSource,  # imported here because httpx2 is optional
+            )
 
             source = EndpointSource(server, job, loader, endpoint.concurrency, workers, ordered)
         elif len(places) > 1:
