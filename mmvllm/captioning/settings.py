@@ -306,6 +306,9 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(CaptionSe
 @cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
     changed = {name: value for name, value in dataclasses.asdict(settings).items() if value != _DEFAULTS[name]}
+    for name, value in changed.items():
+        if isinstance(value, float) and value.is_integer():
+            changed[name] = int(value)  # equal values have equal fingerprints
     return _digest(json.dumps(changed, sort_keys=True))[:16]
 
 

@@ -34,7 +34,6 @@ from mmvllm.sampling.sampler import Sampler
 from mmvllm.sampling_params import SamplingParams, with_defaults
 from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
-from mmvllm.scheduler.sampler_output import SamplerOutput
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
 from mmvllm.utils.forks import OwnProcess
@@ -328,40 +327,45 @@ class LLMEngine:
         EngineFailed.
         """
         self._check_usable()
-        num_tokens = self.output_processor.num_tokens
         with current_device(self.model_runner.device):
             try:
-                self.model_runner.worker_group.check()
-                if self._ahead is None:
-                    self.model_runner.worker_group.settle()  # an interrupted step may have left reports
-                launched = self._ahead or self.executor.launch()
-                self._ahead = self._launch_ahead() if launched.error is None else None
-                tokens, error = launched.wait()
-                finished = self._commit(launched, tokens, error)
-            except BaseException as caught:
-                self._ahead = None
-                error = self.model_runner.worker_group.explained(caught)
-                if is_fatal(error):
-                    self._fail(error)
-                self.recovery.undo()
+                return self._step()
+            except BaseException as error:
+                self._undo(error)
                 raise
-            outputs = [self._finish(group) for group in finished]
-            self._report(launched)
-            self._drop_ahead_if_idle()
-        self._meter.add_outputs(outputs, self.output_processor.num_tokens - num_tokens)
+
+    def _step(self) -> tuple[list[RequestOutput], int]:
+        self.model_runner.worker_group.check()
+        launched = self._ahead or self._launch()
+        self._ahead = self._launch_ahead() if launched.error is None else None
+        outputs = [self._finish(group) for group in self._commit(launched)]
+        self._report(launched, outputs)
+        self._drop_ahead_if_idle()
         return outputs, launched.scheduled.num_tokens
+
+    def _launch(self) -> InflightStep:
+        self.model_runner.worker_group.settle()  # an interrupted step may have left reports
+        return self.executor.launch()
 
     def _launch_ahead(self) -> InflightStep | None:
         launched = self.executor.launch() if self._schedules_ahead else None
         return launched if launched is not None and launched.scheduled.num_tokens else None
 
-    def _commit(
-        self, launched: InflightStep, tokens: SamplerOutput, error: RuntimeError | MemoryError | None
-    ) -> list[SequenceGroup]:
+    def _commit(self, launched: InflightStep) -> list[SequenceGroup]:
+        """Wait for a step and commit its tokens, or recover from its error; return the requests that ended."""
+        tokens, error = launched.wait()
         if error is None:
             return self.scheduler.postprocess(launched.scheduled, tokens)
         self._ahead = None  # sequences of a step launched behind the failed one are preempted, or have ended
         return self.recovery.recover(launched.scheduled, error)
+
+    def _undo(self, error: BaseException) -> None:
+        """Undo a step that raised, so that its sequences are recomputed; raise EngineFailed if the device is lost."""
+        self._ahead = None
+        error = self.model_runner.worker_group.explained(error)
+        if is_fatal(error):
+            self._fail(error)
+        self.recovery.undo()
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._failure = first_line(error)
@@ -456,11 +460,12 @@ class LLMEngine:
             self.on_finished(group)
         return group.output
 
-    def _report(self, launched: InflightStep) -> None:
+    def _report(self, launched: InflightStep, outputs: list[RequestOutput]) -> None:
         if self._ahead is None:
             launched.watch.mark("commit")
         stats = step_stats(launched.scheduled, self.scheduler, launched.watch.seconds())
         self._meter.add_step(stats)
+        self._meter.add_outputs(outputs, self.output_processor.take_num_tokens())
         if self.on_step is not None:
             self.on_step(stats)
 

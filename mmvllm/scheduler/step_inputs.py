@@ -5,12 +5,15 @@ its length.
 """
 
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from mmvllm.inputs import MultiModalItem
 from mmvllm.lora.adapters import Adapter
 from mmvllm.scheduler.output import ScheduledChunk, SchedulerOutput
+
+Array = TypeVar("Array")  # np.ndarray on the host, Tensor on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +25,26 @@ class EmbedSlice:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefills:
-    """Chunks whose tokens the device does not have: P tokens of F sequences, packed, with B blocks."""
+class MixedStep(NamedTuple, Generic[Array]):
+    """The arrays of a step with prefills, on the host or on the device: what decodes comes first.
 
-    input_ids: np.ndarray  # (P,) int64
-    positions: np.ndarray  # (3, P) int64
-    slot_mapping: np.ndarray  # (P,) int64
-    query_lens: np.ndarray  # (F,) int32
-    kv_lens: np.ndarray  # (F,) int32
-    samples: np.ndarray  # (F,) bool, whether a token follows the chunk's last one: not in an unfinished prompt
-    req_indices: np.ndarray  # (F,) int64, indices into `InputBatch`
-    position_deltas: np.ndarray  # (F,) int64
-    blocks: np.ndarray  # (3, B) int64, of all sequences: request index, position in its block table, block
-    mm_token_indices: np.ndarray  # (M,) int64, which of the P tokens each embedding belongs to
-    embed_slices: tuple[EmbedSlice, ...]  # where the M embeddings come from
+    D sequences decode, then F prefills compute P tokens with M embeddings; R sequences are sampled, and Q tokens have
+    prompt outputs. `blocks`, whose size depends on contexts, is the last array.
+    """
+
+    decodes: Array  # (3, D) int32, as in `StepInputs`
+    req_indices: Array  # (F,) int64, indices of the prefills into `InputBatch`
+    position_deltas: Array  # (F,) int64
+    input_ids: Array  # (P,) int64
+    positions: Array  # (3, P) int64
+    slot_mapping: Array  # (P,) int64
+    mm_token_indices: Array  # (M,) int64, which of the D + P tokens each embedding belongs to
+    logits_indices: Array  # (R + Q,) int64, among the D + P tokens: sampled ones, then those with prompt outputs
+    samples: Array  # (2, R) int32, as in `StepInputs`
+    kv_lens: Array  # (D + F,) int32
+    cu_seqlens_q: Array  # (D + F + 1,) int32, running sums of lengths
+    cu_seqlens_k: Array
+    blocks: Array  # (3, B) int64, of all prefills: request index, position in its block table, block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ class PromptOutputTokens:
     The first L give prompt log-probabilities; the hidden states of each remaining chunk are summed for pooling.
     """
 
-    token_indices: np.ndarray  # (Q,) int64, which of the P tokens of `Prefills`
+    token_indices: np.ndarray  # (Q,) int64, among the tokens of the step
     targets: np.ndarray  # (L,) int64, the token that follows
     number: int  # of most likely tokens to return with each target
     logprob_lens: tuple[int, ...]  # tokens of each chunk with log-probabilities, L in total
@@ -70,7 +78,8 @@ class StepInputs:
     """Inputs of one step: D sequences that decode, then F prefills."""
 
     decodes: np.ndarray  # (3, D) int32: request index, KV length including the computed token, last block
-    prefills: Prefills | None  # None where all sequences decode
+    mixed: MixedStep[np.ndarray] | None  # None where all sequences decode
+    embed_slices: tuple[EmbedSlice, ...]  # where the embeddings of `mixed.mm_token_indices` come from
     samples: np.ndarray  # (2, R) int32, of the sampled sequences: request index, and number of preceding tokens
     block_copies: list[tuple[int, int]]  # (source, destination) blocks, copied before anything is written
     new_mm_items: tuple[MultiModalItem, ...]  # items to encode in this step
@@ -87,11 +96,11 @@ class StepInputs:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.input_ids))
+        return self.num_decodes + (0 if self.mixed is None else len(self.mixed.input_ids))
 
     @property
     def num_seqs(self) -> int:
-        return self.num_decodes + (0 if self.prefills is None else len(self.prefills.req_indices))
+        return self.num_decodes + (0 if self.mixed is None else len(self.mixed.req_indices))
 
 
 def pack_step(step: SchedulerOutput, num_ranks: int = 1, num_slots: int = 0) -> StepInputs:
@@ -100,21 +109,21 @@ def pack_step(step: SchedulerOutput, num_ranks: int = 1, num_slots: int = 0) -> 
     ends = [chunk.end for chunk in step.decodes]
     last_blocks = [chunk.seq.block_table[-1] for chunk in step.decodes]
     decodes = np.array([req_indices, ends, last_blocks], dtype=np.int32)
-    prefills = _pack_prefills(step.prefills) if step.prefills else None
-    samples = decodes[:2]
-    if prefills is not None:
-        of_prefills = np.stack([prefills.req_indices, prefills.kv_lens])[:, prefills.samples]
-        samples = np.concatenate([samples, of_prefills], axis=1, dtype=np.int32)
+    mixed, embed_slices, prompt_output_tokens = None, (), None
+    if step.prefills:
+        prompt_output_tokens = _prompt_output_tokens(step)
+        mixed, embed_slices = _pack_mixed(step.prefills, decodes, prompt_output_tokens)
     new_mm_items = tuple(step.mm_items_to_encode.values())
     return StepInputs(
         decodes=decodes,
-        prefills=prefills,
-        samples=samples,
+        mixed=mixed,
+        embed_slices=embed_slices,
+        samples=decodes[:2] if mixed is None else mixed.samples,
         block_copies=[copy for chunk in step.chunks if chunk.block_copies for copy in chunk.block_copies],
         new_mm_items=new_mm_items,
         encoders=_deal([item.num_patches for item in new_mm_items], num_ranks),
         freed_digests=step.freed_digests,
-        prompt_output_tokens=_prompt_output_tokens(step) if prefills is not None else None,
+        prompt_output_tokens=prompt_output_tokens,
         item_slots=tuple(map(step.item_slots.get, step.mm_items_to_encode)) if step.item_slots else (),
         new_adapters=step.new_adapters,
         adapters=_adapter_tokens(step, num_slots) if num_slots else None,
@@ -125,7 +134,7 @@ def _prompt_output_tokens(step: SchedulerOutput) -> PromptOutputTokens | None:
     with_logprobs, pooled = step.prompt_output_chunks
     if not with_logprobs and not pooled:
         return None
-    ends = np.cumsum([chunk.end - chunk.start for chunk in step.prefills])
+    ends = len(step.decodes) + np.cumsum([chunk.end - chunk.start for chunk in step.prefills])
     shifts = {id(chunk): end - chunk.end for chunk, end in zip(step.prefills, ends, strict=True)}
     chunks = with_logprobs + pooled
     indices = [np.arange(chunk.prompt_tokens.start, chunk.prompt_tokens.stop) + shifts[id(chunk)] for chunk in chunks]
@@ -161,22 +170,39 @@ def _deal(num_patches: list[int], num_ranks: int) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _pack_prefills(chunks: list[ScheduledChunk]) -> Prefills:
-    query_lens = np.array([chunk.end - chunk.start for chunk in chunks], dtype=np.int32)
-    mm_token_indices, embed_slices = _embed_slices(chunks, np.cumsum(query_lens) - query_lens)
-    return Prefills(
+def _pack_mixed(
+    chunks: list[ScheduledChunk], decodes: np.ndarray, prompt_output_tokens: PromptOutputTokens | None
+) -> tuple[MixedStep[np.ndarray], tuple[EmbedSlice, ...]]:
+    D, lens = decodes.shape[1], [chunk.end - chunk.start for chunk in chunks]
+    cu_seqlens_q = running_sum(np.concatenate([np.ones(D, dtype=np.int32), lens]))
+    kv_lens = np.concatenate([decodes[1], [chunk.end for chunk in chunks]], dtype=np.int32)
+    req_indices = np.array([chunk.seq.req_index for chunk in chunks])
+    is_sampled = np.concatenate([np.ones(D, dtype=bool), [chunk.samples for chunk in chunks]])
+    logits_indices = cu_seqlens_q[1:][is_sampled].astype(np.int64) - 1
+    if prompt_output_tokens is not None:
+        logits_indices = np.concatenate([logits_indices, prompt_output_tokens.token_indices])
+    mm_token_indices, embed_slices = _embed_slices(chunks, cu_seqlens_q[D:-1])
+    step = MixedStep(
+        decodes=decodes,
+        req_indices=req_indices,
+        position_deltas=np.array([chunk.seq.mrope_position_delta for chunk in chunks]),
         input_ids=np.concatenate([np.array(chunk.seq.token_ids[chunk.start : chunk.end]) for chunk in chunks]),
         positions=np.concatenate([chunk.seq.positions_of(chunk.start, chunk.end) for chunk in chunks], axis=1),
         slot_mapping=np.concatenate([_slots(chunk) for chunk in chunks]),
-        query_lens=query_lens,
-        kv_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
-        samples=np.array([chunk.samples for chunk in chunks]),
-        req_indices=np.array([chunk.seq.req_index for chunk in chunks]),
-        position_deltas=np.array([chunk.seq.mrope_position_delta for chunk in chunks]),
-        blocks=np.concatenate([_blocks(chunk.seq.req_index, chunk.seq.block_table) for chunk in chunks], axis=1),
         mm_token_indices=mm_token_indices,
-        embed_slices=embed_slices,
+        logits_indices=logits_indices,
+        samples=np.stack([np.concatenate([decodes[0], req_indices]), kv_lens])[:, is_sampled].astype(np.int32),
+        kv_lens=kv_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=running_sum(kv_lens),
+        blocks=np.concatenate([_blocks(chunk.seq.req_index, chunk.seq.block_table) for chunk in chunks], axis=1),
     )
+    return step, embed_slices
+
+
+def running_sum(lens: np.ndarray) -> np.ndarray:
+    """Return the sums (N + 1,) int32 of the first 0 to N lengths."""
+    return np.concatenate([[np.int32(0)], lens.cumsum(dtype=np.int32)])
 
 
 def _slots(chunk: ScheduledChunk) -> np.ndarray:

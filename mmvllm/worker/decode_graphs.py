@@ -55,7 +55,7 @@ class DecodeGraphs:
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether every sequence of the step decodes, and there are not too many."""
-        return inputs.prefills is None and inputs.num_decodes <= self.sizes[-1]
+        return inputs.mixed is None and inputs.num_decodes <= self.sizes[-1]
 
     def run(self, inputs: StepInputs, mm_embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (D, V) and `StepInputs.samples` on the device, valid until the next run; `mm_embeds` is empty."""

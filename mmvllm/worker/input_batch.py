@@ -6,13 +6,13 @@ sequence is written after the last step of its former one.
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmvllm.layers.batch import AdapterRows, Batch
-from mmvllm.scheduler.step_inputs import AdapterTokens, StepInputs
+from mmvllm.scheduler.step_inputs import AdapterTokens, MixedStep, StepInputs
 from mmvllm.utils.transfer import copy_packed
-from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 
 class InputBatch:
@@ -57,14 +57,14 @@ class InputBatch:
 
     def batch(self, inputs: StepInputs) -> tuple[Batch, Tensor]:
         """The batch of a step, and its `samples` on the device; one copy to the device."""
-        if inputs.prefills is None:
+        if inputs.mixed is None:
             (decodes,) = copy_packed([inputs.decodes], self.device)
             batch = self.decode_batch(decodes, tuple(inputs.decodes[1].tolist()))
             return self._with_adapters(batch, inputs.adapters), decodes[:2]
-        step = MixedStep.of(inputs, inputs.prefills)
-        tensors = MixedTensors(*copy_packed(step.arrays(), self.device))
+        tensors = MixedStep(*copy_packed(inputs.mixed, self.device))
         self.add_prefills(tensors)
-        batch = self.mixed_batch(tensors, tuple(step.query_lens.tolist()), tuple(step.kv_lens.tolist()))
+        query_lens = np.diff(inputs.mixed.cu_seqlens_q)
+        batch = self.mixed_batch(tensors, tuple(query_lens.tolist()), tuple(inputs.mixed.kv_lens.tolist()))
         return self._with_adapters(batch, inputs.adapters), tensors.samples
 
     def _with_adapters(self, batch: Batch, adapters: AdapterTokens | None) -> Batch:
@@ -73,12 +73,12 @@ class InputBatch:
         tokens, ends = copy_packed([adapters.tokens, adapters.ends], self.device)
         return replace(batch, adapters=AdapterRows(tokens, ends, adapters.slots))
 
-    def add_prefills(self, new: MixedTensors) -> None:
+    def add_prefills(self, new: MixedStep[Tensor]) -> None:
         """Keep what later steps need of the sequences of prefills; not captured: their number of blocks varies."""
         self.position_deltas[new.req_indices] = new.position_deltas
         self.block_table[new.blocks[0], new.blocks[1]] = new.blocks[2].int()
 
-    def mixed_batch(self, step: MixedTensors, query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Batch:
+    def mixed_batch(self, step: MixedStep[Tensor], query_lens: tuple[int, ...], context_lens: tuple[int, ...]) -> Batch:
         """The batch of a step with prefills, whose prefills were added (`add_prefills`).
 
         It reads nothing on the host but `query_lens` and `context_lens`, and can be captured in a graph: there, they

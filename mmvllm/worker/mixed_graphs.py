@@ -15,11 +15,10 @@ from tqdm.auto import tqdm
 
 from mmvllm.kernels.common.kv_cache import KVCache
 from mmvllm.models.interface import Model
-from mmvllm.scheduler.step_inputs import StepInputs
+from mmvllm.scheduler.step_inputs import MixedStep, StepInputs, running_sum
 from mmvllm.utils.transfer import copy_packed
 from mmvllm.worker.cuda_graphs import Graphs
 from mmvllm.worker.input_batch import InputBatch
-from mmvllm.worker.mixed_step import MixedStep, MixedTensors
 
 NUM_TOKENS = (128, 256, 512)  # of a step, padding included; launching takes a small part of larger ones
 NUM_DECODES = (0, 16, 64, 128, 256)  # at most half of a step's tokens
@@ -73,14 +72,14 @@ class MixedGraphs:
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether there is a prefill, and a graph with room for the step."""
-        return inputs.prefills is not None and self._size(inputs) is not None
+        return inputs.mixed is not None and self._size(inputs) is not None
 
     def run(self, inputs: StepInputs, mm_embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Logits (R, V) and `StepInputs.samples` on the device, valid until the next run.
 
-        mm_embeds, each (M, mm_embed_size), follow each other at `Prefills.mm_token_indices`.
+        mm_embeds, each (M, mm_embed_size), follow each other at `MixedStep.mm_token_indices`.
         """
-        size, step = self._size(inputs), MixedStep.of(inputs, inputs.prefills)
+        size, step = self._size(inputs), inputs.mixed
         if mm_embeds:
             torch.cat(mm_embeds, out=self._mm_embeds[: len(step.mm_token_indices)])
         self._fill(step, size)
@@ -90,9 +89,9 @@ class MixedGraphs:
         return self._logits[:R], self._tensors[size].samples[:, :R]
 
     def _size(self, inputs: StepInputs) -> StepSize | None:
-        if len(inputs.prefills.req_indices) > MAX_PREFILLS:
+        if len(inputs.mixed.req_indices) > MAX_PREFILLS:
             return None
-        D, P = inputs.num_decodes, len(inputs.prefills.input_ids)
+        D, P = inputs.num_decodes, len(inputs.mixed.input_ids)
         fitting = (size for size in self.sizes if size.num_decodes >= D and size.num_tokens - size.num_decodes > P)
         return next(fitting, None)
 
@@ -103,19 +102,18 @@ class MixedGraphs:
         logits = self._model(batch, self._mm_embeds[: len(tensors.mm_token_indices)], self._kv_cache)
         self._logits[: len(logits), : logits.shape[1]] = logits
 
-    def _fill(self, step: MixedStep, size: StepSize) -> None:
+    def _fill(self, step: MixedStep[np.ndarray], size: StepSize) -> None:
         """Copy a step into the graph's input, with padding; only its blocks are not where they were before."""
-        arrays = self._padded(step, size).arrays()
-        self._tensors[size] = MixedTensors(*copy_packed(arrays, self._kv_cache.device, self._inputs))
+        self._tensors[size] = MixedStep(*copy_packed(self._padded(step, size), self._kv_cache.device, self._inputs))
 
     def _make_inputs(self) -> Tensor:
         """Bytes for the inputs of any step: of the size that needs most, which is not the last, with all blocks."""
-        padded = (self._padded(_empty_step(), size).arrays() for size in self.sizes)
+        padded = (self._padded(_empty_step(), size) for size in self.sizes)
         num_bytes = max((sum(array.nbytes + 8 for array in arrays) for arrays in padded), default=0)
         num_bytes += 3 * 8 * MAX_PREFILLS * self._input_batch.block_table.shape[1]
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._kv_cache.device)
 
-    def _padded(self, step: MixedStep, size: StepSize) -> MixedStep:
+    def _padded(self, step: MixedStep[np.ndarray], size: StepSize) -> MixedStep[np.ndarray]:
         """The step with as many tokens, sequences, embeddings and logits as the graph has."""
         (N, D), input_batch = size, self._input_batch
         own, left = step.decodes.shape[1], N - D - len(step.input_ids)
@@ -123,11 +121,12 @@ class MixedGraphs:
         decodes = _filled(step.decodes, D, np.array(input_batch.padding)[:, None])
         slots = scratch_block * input_batch.block_size + np.arange(left) % input_batch.block_size
         num_mm_embeds = N - D if len(self._mm_embeds) else 0
+        query_lens = _lens(np.ones(D), np.diff(step.cu_seqlens_q)[own:], left)
+        kv_lens = _lens(decodes[1], step.kv_lens[own:], left)
         return MixedStep(
             decodes=decodes,
             req_indices=_filled(step.req_indices, MAX_PREFILLS + 1, req_index),
             position_deltas=_filled(step.position_deltas, MAX_PREFILLS + 1, 0),
-            blocks=step.blocks,
             input_ids=_filled(step.input_ids, N - D, 0),
             positions=_filled(step.positions, N - D, 0),
             slot_mapping=np.concatenate([step.slot_mapping, slots]),
@@ -136,22 +135,30 @@ class MixedGraphs:
                 step.logits_indices + (step.logits_indices >= own) * (D - own), D + MAX_PREFILLS, N - 1
             ),
             samples=_filled(step.samples, D + MAX_PREFILLS, 0),
-            query_lens=_lens(np.ones(D), step.query_lens[own:], left),
-            kv_lens=_lens(decodes[1], step.kv_lens[own:], left),
+            kv_lens=kv_lens,
+            cu_seqlens_q=running_sum(query_lens),
+            cu_seqlens_k=running_sum(kv_lens),
+            blocks=step.blocks,
         )
 
 
-def _empty_step() -> MixedStep:
-    none, none3 = np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.int64)
-    tokens = {
-        "input_ids": none,
-        "positions": none3,
-        "slot_mapping": none,
-        "mm_token_indices": none,
-        "logits_indices": none,
-    }
-    sequences = {"req_indices": none, "position_deltas": none, "blocks": none3, "query_lens": none, "kv_lens": none}
-    return MixedStep(decodes=none3.astype(np.int32), samples=np.empty((2, 0), dtype=np.int32), **tokens, **sequences)
+def _empty_step() -> MixedStep[np.ndarray]:
+    none, none3, no_lens = np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.int64), np.empty(0, dtype=np.int32)
+    return MixedStep(
+        decodes=none3.astype(np.int32),
+        req_indices=none,
+        position_deltas=none,
+        input_ids=none,
+        positions=none3,
+        slot_mapping=none,
+        mm_token_indices=none,
+        logits_indices=none,
+        samples=np.empty((2, 0), dtype=np.int32),
+        kv_lens=no_lens,
+        cu_seqlens_q=running_sum(no_lens),
+        cu_seqlens_k=running_sum(no_lens),
+        blocks=none3,
+    )
 
 
 def _filled(array: np.ndarray, length: int, value: int | np.ndarray) -> np.ndarray:

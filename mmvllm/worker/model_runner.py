@@ -156,8 +156,7 @@ class ModelRunner:
         self.input_batch.last_tokens[self.samples[0].long()] = token_ids
 
     def _mm_embeds(self, inputs: StepInputs) -> list[Tensor]:
-        slices = inputs.prefills.embed_slices if inputs.prefills is not None else ()
-        return [self._encoder_outputs[one.digest][one.first : one.last] for one in slices]
+        return [self._encoder_outputs[one.digest][one.first : one.last] for one in inputs.embed_slices]
 
     def has_encoder_output(self, digest: bytes) -> bool:
         """Whether an item's embeddings are on the devices of all ranks."""

@@ -364,6 +364,9 @@ def test_the_fingerprint_of_settings_is_stable():
     """Outputs are resumed by it, so it must be the same in all versions."""
     assert CaptionSettings().fingerprint == "dc7048f8f8747f56"
     assert CaptionSettings(prompt="Count!", quantization="int8").fingerprint == "5e37129caef9c587"
+    sampled = CaptionSettings(temperature=1, seed=0)
+    assert sampled.fingerprint == CaptionSettings(temperature=1.0, seed=0).fingerprint
+    assert sampled.fingerprint != CaptionSettings(temperature=1.5, seed=0).fingerprint
 
 
 @NEEDS_8_BITS

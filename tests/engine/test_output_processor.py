@@ -89,7 +89,7 @@ def test_why_a_sequence_ends(params, token_ids, reason, processor):
     for token_id in token_ids:
         seq.append_token(token_id)
         found = processor.finish_reason(seq)
-    assert found is reason and processor.num_tokens == 2
+    assert found is reason and processor.take_num_tokens() == 2
 
 
 def test_a_stop_string_ends_a_sequence_in_the_commit(tokenizer, processor):
