@@ -259,10 +259,9 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
-    executors = ("local", "ray")
     group.add_argument(
         "--executor",
-        choices=executors,
+        choices=("local", "ray"),
         default="local",
         help="local: engines on this machine; ray: Ray Data with one engine per actor (default: %(default)s)",
     )
@@ -274,9 +273,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="engines on this machine, each in a process with --tensor-parallel-size CUDA devices or its part of the "
         "CPU's threads, and each with its own limits, such as --cpu-kvcache-bytes; auto: as many as the CUDA "
         "devices allow (default: %(default)s)",
-    )
-    group.add_argument(
-        "--engine", choices=executors, dest="executor", default=argparse.SUPPRESS, help=argparse.SUPPRESS
     )
     group.add_argument(
         "--endpoint",
