@@ -68,14 +68,6 @@ def test_settings_of_captions_are_no_engine_arguments():
     assert engine_arguments(args, exclude=SETTINGS) == {"max_num_seqs": 2}
 
 
-@pytest.mark.parametrize(("option", "executor"), [("--executor", "ray"), ("--engine", "ray"), ("--engine", "local")])
-def test_the_former_name_of_executor_is_accepted_and_hidden(option, executor):
-    parser = parser_of("caption")
-    assert parser.parse_args(["x.png", option, executor]).executor == executor
-    assert parser.parse_args(["x.png"]).executor == "local"
-    assert "--executor" in parser.format_help() and "--engine " not in parser.format_help()
-
-
 def test_a_selection_of_fields_and_defaults_of_a_command():
     parser = argparse.ArgumentParser()
     add_engine_arguments(parser, only=("device", "max_num_seqs", "seed"), exclude=("seed",), max_num_seqs=5)
