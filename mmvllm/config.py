@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -296,7 +296,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     step_timeout: float = 60.0
     skip_warmup: bool = False
-    seed: int = 0
+    seed: int = field(default=0, metadata={"least": None})
 
     @classmethod
     def from_arguments(cls, owner: str, model: Any = None, /, **engine_args: Any) -> "EngineConfig":

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument, at_least_one, option_name, whole_number
-from mmvllm.cli.engine_options import add_engine_arguments
+from mmvllm.cli.options import add_options
+from mmvllm.config import EngineConfig
 
 CONVERSION = "optimum-cli export openvino --task image-text-to-text --weight-format fp16 --model MODEL FOLDER"
 EPILOG = "The last line of output is a JSON object with the machine, versions, commit, model, arguments and results."
@@ -135,7 +136,7 @@ def _add_kernels(benchmarks) -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="FILE", help="files of kernels/ to measure (default: all)")
     add_model_argument(parser)
-    add_engine_arguments(parser, only=("device", "dtype"), device="auto", dtype="auto")
+    add_options(parser, EngineConfig, ("device", "dtype"), device="auto", dtype="auto")
     return parser
 
 
@@ -150,9 +151,8 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         "steps. In mixed steps one prompt arrives and one request finishes.",
     )
     parser.set_defaults(model=None)
-    add_engine_arguments(
-        parser.add_argument_group("engine"), exclude=("max_num_seqs", "max_model_len", "load_format", "skip_warmup")
-    )
+    exclude = ("max_num_seqs", "max_model_len", "load_format", "skip_warmup")
+    add_options(parser.add_argument_group("engine"), EngineConfig, exclude=exclude)
     for name, default in (("sequences", "1,8,64,256"), ("contexts", "300,4000")):
         parser.add_argument(f"--{name}", type=_batch_sizes, default=default, metavar="N,N", help="default: %(default)s")
     for name, default in (("sampling", "greedy,top_p,penalties"), ("kinds", "decode,mixed")):
@@ -198,7 +198,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of images, texts and weights (default: %(default)s)",
     )
-    add_engine_arguments(parser.add_argument_group("engine"), exclude=("max_num_seqs", "seed"))
+    add_options(parser.add_argument_group("engine"), EngineConfig, exclude=("max_num_seqs", "seed"))
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:

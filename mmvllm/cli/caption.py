@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmvllm.captioning.errors import explained
+from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
+from mmvllm.captioning.jobs.ray_options import RayOptions
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
 from mmvllm.captioning.outputs.output import FORMATS, check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
@@ -26,18 +28,15 @@ from mmvllm.cli.common import (
     add_model_argument,
     add_template_argument,
     at_least_one,
-    option_name,
     seconds,
-    whole_number,
 )
-from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.progress import MODES, Display
+from mmvllm.config import EngineConfig
 from mmvllm.processes.signals import ended_by_second_signal
 from mmvllm.utils.text import parse_json
 
 if TYPE_CHECKING:
-    from mmvllm.captioning.jobs.endpoint_options import EndpointOptions
-    from mmvllm.captioning.jobs.ray_options import RayOptions
     from mmvllm.captioning.run import CaptionRun
 
 # Arguments that are passed to `caption_images` under the same names.
@@ -57,6 +56,14 @@ PASSED_ON = (
 OUTPUT_OPTIONS = (
     *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
 )
+# Arguments of fields of EndpointOptions and of RayOptions.
+ENDPOINT_NAMES = {
+    "url": "endpoint",
+    "model": "endpoint_model",
+    "timeout": "endpoint_timeout",
+    "max_retries": "endpoint_retries",
+}
+RAY_NAMES = {"num_actors": "actors"}
 # Caption settings that share their name with an engine option.
 SETTINGS = (*ENGINE_SETTINGS, "seed")
 
@@ -91,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "%(default)g)",
         )
     _add_engine(parser.add_argument_group("where to run"))
-    add_engine_arguments(parser.add_argument_group("engine"), exclude=("seed",), dtype="auto", kv_cache_dtype="auto")
+    engine = parser.add_argument_group("engine")
+    add_options(engine, EngineConfig, exclude=("seed",), dtype="auto", kv_cache_dtype="auto")
     parser.add_argument(
         "--progress",
         choices=MODES,
@@ -280,30 +288,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="let a server with OpenAI's API, such as http://localhost:8000/v1, write the captions, and load no model; "
         "its API key is read from the environment variable OPENAI_API_KEY",
     )
-    group.add_argument(
-        "--endpoint-model", metavar="NAME", help="name of the endpoint's model (default: the first of /v1/models)"
-    )
-    group.add_argument("--concurrency", type=at_least_one, metavar="N", help="concurrent requests (default: 8)")
-    group.add_argument(
-        "--endpoint-timeout", type=seconds, metavar="S", help="seconds to wait for the endpoint's answer (default: 300)"
-    )
-    group.add_argument(
-        "--endpoint-retries",
-        type=whole_number,
-        metavar="N",
-        help="number of times that a failed request is sent again, with growing pauses (default: 5)",
-    )
-    group.add_argument(
-        "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
-    )
-    group.add_argument("--actors", type=at_least_one, metavar="N", dest="num_actors", help="Ray actors (default: 1)")
-    group.add_argument("--cpus-per-actor", type=at_least_one, metavar="N", help="CPU cores per actor (default: 1)")
-    group.add_argument(
-        "--gpus-per-actor",
-        type=float,
-        metavar="F",
-        help="GPUs per actor, from 0 to 1 (default: --tensor-parallel-size if there is a GPU, otherwise 0)",
-    )
+    add_options(group, EndpointOptions, exclude=("url",), names=ENDPOINT_NAMES)
+    add_options(group, RayOptions, names=RAY_NAMES)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -318,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
     job = caption_images(
         args.paths,
         model=args.model,
-        engine_args=engine_arguments(args, exclude=SETTINGS),
+        engine_args=given_options(args, EngineConfig, exclude=SETTINGS),
         ray=ray,
         endpoint=endpoint,
         **prompts,
@@ -367,39 +353,30 @@ def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
             raise ValueError("--report shows the records; give --output too")
 
 
-def _endpoint_options(args: argparse.Namespace) -> "EndpointOptions | None":
-    names = {"endpoint_model": "model", "endpoint_timeout": "timeout", "endpoint_retries": "max_retries"}
-    names |= {"concurrency": "concurrency"}
-    given = {own: getattr(args, name) for name, own in names.items() if getattr(args, name) is not None}
+def _endpoint_options(args: argparse.Namespace) -> EndpointOptions | None:
+    given = given_options(args, EndpointOptions, ENDPOINT_NAMES)
     if args.endpoint is None:
         if given:
-            options = ", ".join(option_name(name) for name, own in names.items() if own in given)
-            raise ValueError(f"{options} needs --endpoint")
+            raise ValueError(f"{listed_options(given, ENDPOINT_NAMES)} needs --endpoint")
         return None
-    from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
-
     if args.executor == "ray":
         raise ValueError("--executor ray makes engines itself; leave it out with --endpoint")
     size = None if args.data_parallel_size == 1 else args.data_parallel_size
     check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
-    check_endpoint(engine_arguments(args) | {"min_pixels": args.min_pixels, "jpeg_draft": args.jpeg_draft})
-    return EndpointOptions(args.endpoint, **given)
+    check_endpoint(given_options(args, EngineConfig) | {"min_pixels": args.min_pixels, "jpeg_draft": args.jpeg_draft})
+    return EndpointOptions(**given)
 
 
-def _ray_options(args: argparse.Namespace) -> "RayOptions | None":
-    names = ("address", "num_actors", "cpus_per_actor", "gpus_per_actor")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+def _ray_options(args: argparse.Namespace) -> RayOptions | None:
+    given = given_options(args, RayOptions, RAY_NAMES)
     if args.executor == "ray":
         if args.data_parallel_size != 1:
             raise ValueError("--data-parallel-size is for --executor local; with Ray give --actors")
         if find_spec("ray") is None:
             raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
-        from mmvllm.captioning.jobs.ray_options import RayOptions
-
         return RayOptions(**given)
     if given:
-        options = ", ".join(f"--{name.removeprefix('num_').replace('_', '-')}" for name in given)
-        raise ValueError(f"{options} needs --executor ray")
+        raise ValueError(f"{listed_options(given, RAY_NAMES)} needs --executor ray")
     return None
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from mmvllm.cli.engine_options import engine_arguments
+from mmvllm.cli.options import given_options
 from mmvllm.config import EngineConfig
 
 BUNDLED_NOTICE = (
@@ -16,7 +16,8 @@ BUNDLED_NOTICE = (
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for a wrong engine option, or for a model that is not supported."""
     given = vars(args)
-    EngineConfig(**engine_arguments(args, exclude=("seed",)))  # it may be the seed of captions, which may be negative
+    exclude = ("seed",)  # it may be the seed of captions, which may be negative
+    EngineConfig(**given_options(args, EngineConfig, exclude=exclude))
     if given.get("executor", "local") == "local":  # a folder may be on Ray's machines only
         from mmvllm.models.folder import check_model
 

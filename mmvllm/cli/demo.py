@@ -16,14 +16,16 @@ from mmvllm.cli.common import (
     add_max_waiting_argument,
     add_model_argument,
     add_release_argument,
-    at_least_one,
     print_sampling_defaults,
 )
-from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import add_image_arguments, add_video_arguments, media_policy
+from mmvllm.cli.media import LIMITS, add_media_options, media_policy
+from mmvllm.cli.options import add_options, given_options
 from mmvllm.cli.ports import listen, port
+from mmvllm.config import EngineConfig
+from mmvllm.demo.settings import DemoSettings
 from mmvllm.processes.signals import ended_by_second_signal
 
+GENERATED = ("max_images", "max_videos", "allow_special_tokens")  # options that are fields of DemoSettings
 POLL_SECONDS = 0.1  # between checks for a signal
 
 
@@ -53,32 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     auth.add_argument("--auth-file", type=Path, metavar="FILE", help="a file with one USER:PASSWORD per line")
     limits = parser.add_argument_group("limits")
-    add_image_arguments(limits)
-    add_video_arguments(limits)
-    limits.add_argument(
-        "--max-images",
-        type=at_least_one,
-        default=8,
-        metavar="N",
-        help="maximum number of images in a question (default: %(default)s)",
-    )
-    limits.add_argument(
-        "--max-videos",
-        type=at_least_one,
-        default=2,
-        metavar="N",
-        help="maximum number of videos in a question (default: %(default)s)",
-    )
+    add_media_options(limits, LIMITS)
+    add_options(limits, DemoSettings, GENERATED)
     add_max_waiting_argument(limits)
     add_release_argument(limits)
-    limits.add_argument(
-        "--allow-special-tokens",
-        action="store_true",
-        help="treat special tokens that visitors write as control tokens instead of text",
-    )
     add_completion_arguments(parser.add_argument_group("completions"), "greedy decoding")
     add_data_parallel_argument(parser)
-    add_engine_arguments(parser.add_argument_group("engine"))
+    add_options(parser.add_argument_group("engine"), EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn.config
 
     from mmvllm.demo.page import build_page
-    from mmvllm.demo.settings import DemoSettings
     from mmvllm.demo.theme import launch_options
     from mmvllm.entrypoints.async_llm import AsyncLLM
     from mmvllm.media.decoding import MediaDecoder
@@ -102,16 +84,15 @@ def run(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         data_parallel_size=args.data_parallel_size,
         release_after=args.release_after,
-        **engine_arguments(args),
+        **given_options(args, EngineConfig),
     )
     print_sampling_defaults(args, engine.sampling_defaults)
+    given = {name: value for name, value in given_options(args, DemoSettings).items() if name in GENERATED}
     settings = DemoSettings(
         policy,
-        args.max_images,
-        args.max_videos,
         uses_generation_config=args.generation_config == "auto",
-        allow_special_tokens=args.allow_special_tokens,
         chat_template_kwargs=args.chat_template_kwargs or {},
+        **given,
     )
     # Gradio creates the server of a launched page. Its default protocol accepts heads of any size for any time, and the
     # server would log what clients send as warnings.

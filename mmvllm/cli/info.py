@@ -4,7 +4,8 @@ import argparse
 
 from mmvllm.cli.checks import check
 from mmvllm.cli.common import add_model_argument
-from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+from mmvllm.cli.options import add_options, given_options
+from mmvllm.config import EngineConfig
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flash-attn-4", "torchvision", "av")
 SHOWN = (
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="kvcache_block_size",
         help="tokens per KV cache block (default: 256 for FlashAttention, from flash-attn or torch, otherwise 16)",
     )
-    add_engine_arguments(parser, only=SHOWN)
+    add_options(parser, EngineConfig, SHOWN)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,12 +32,11 @@ def run(args: argparse.Namespace) -> int:
 
     from mmvllm.bench.report import versions
     from mmvllm.cli.info_memory import Memory
-    from mmvllm.config import EngineConfig
     from mmvllm.layers.attention_choice import choose_attention, unusable_backends
     from mmvllm.models.folder import resolve_folder
     from mmvllm.models.registry import load_config
 
-    engine_config = EngineConfig(**engine_arguments(args))
+    engine_config = EngineConfig(**given_options(args, EngineConfig))
     device = engine_config.resolve_device()
     folder = resolve_folder(args.model, with_weights=False)
     config = load_config(folder)

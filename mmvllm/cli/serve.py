@@ -12,16 +12,15 @@ from mmvllm.cli.common import (
     add_max_waiting_argument,
     add_model_argument,
     add_release_argument,
-    at_least_one,
     print_sampling_defaults,
     seconds,
-    whole_number,
 )
-from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
-from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, add_video_arguments, media_policy
+from mmvllm.cli.media import OPTIONS, add_media_options, media_policy
+from mmvllm.cli.options import add_options, given_options
 from mmvllm.cli.ports import listen, port
 from mmvllm.cli.serve_ray import add_ray_arguments, ray_options, run_on_ray
 from mmvllm.cli.vllm_options import add_vllm_options, print_unused_options
+from mmvllm.config import EngineConfig
 from mmvllm.entrypoints.tracing import check_endpoint
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import model_name
@@ -30,7 +29,15 @@ from mmvllm.server.settings import ServerSettings
 from mmvllm.utils.arguments import check_key
 from mmvllm.utils.text import parse_json
 
-DEFAULTS = ServerSettings(model_names=())
+# The fields of ServerSettings that are options, in three groups.
+HTTP_FIELDS = ("allow_lora_updating", "ignore_unknown_fields", "enable_tokenizer_info_endpoint", "demo")
+OBSERVABILITY_FIELDS = ("metrics_names", "enable_force_include_usage", "enable_per_request_metrics")
+LIMIT_FIELDS = (
+    *("request_timeout", "scheduling_policy", "max_images", "max_videos", "max_pixels", "max_body_bytes"),
+    *("body_timeout", "max_bodies_bytes", "max_stored_bytes", "max_kept_media_bytes", "stored_seconds"),
+    *("allow_special_tokens", "trust_request_chat_template"),
+)
+GENERATED = HTTP_FIELDS + OBSERVABILITY_FIELDS + LIMIT_FIELDS
 KEY_VARIABLE = "MMVLLM_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -43,12 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_observability(parser.add_argument_group("observability"))
     add_ray_arguments(parser.add_argument_group("where to run"))
     add_completion_arguments(parser.add_argument_group("completions"), "temperature 1, as OpenAI's")
-    media = parser.add_argument_group("untrusted media")
-    add_source_arguments(media)
-    add_image_arguments(media)
-    add_video_arguments(media)
+    add_media_options(parser.add_argument_group("untrusted media"))
     add_data_parallel_argument(parser)
-    add_engine_arguments(parser.add_argument_group("engine"))
+    add_options(parser.add_argument_group("engine"), EngineConfig)
     add_vllm_options(parser)
 
 
@@ -95,24 +99,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=DIR",
         help="serve LoRA adapters, folders as PEFT saves them, as models of these names; needs --enable-lora",
     )
-    group.add_argument(
-        "--allow-lora-updating",
-        action="store_true",
-        help="let clients load adapters from any folder that the server can read, and unload adapters; needs "
-        "--enable-lora",
-    )
-    group.add_argument(
-        "--ignore-unknown-fields",
-        action="store_true",
-        help="ignore fields of requests that this server does not know, and name them in the log, instead of refusing "
-        "the request",
-    )
-    group.add_argument(
-        "--enable-tokenizer-info-endpoint",
-        action="store_true",
-        help="also serve the tokenizer's configuration and the chat template at /tokenizer_info",
-    )
-    group.add_argument("--demo", action="store_true", help="also serve the demo page at /demo, which requires no key")
+    add_options(group, ServerSettings, HTTP_FIELDS)
     group.add_argument(
         "--keep-alive",
         type=seconds,
@@ -129,24 +116,7 @@ def _add_http(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_observability(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--metrics-names",
-        choices=("mmvllm", "vllm"),
-        default=DEFAULTS.metrics_names,
-        help="vllm: also serve the metrics under vLLM's names, for its dashboards and autoscalers "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--enable-force-include-usage",
-        action="store_true",
-        help="put the token counts so far into each chunk of a stream, whatever its stream_options say",
-    )
-    group.add_argument(
-        "--enable-per-request-metrics",
-        action="store_true",
-        help="put the times of a request with one choice, in milliseconds, into the field metrics of its response, or "
-        "of the last chunk if that has the usage",
-    )
+    add_options(group, ServerSettings, OBSERVABILITY_FIELDS)
     group.add_argument("--access-log", action="store_true", help="log a line per HTTP request to standard error")
     group.add_argument(
         "--log-requests",
@@ -165,94 +135,9 @@ def _add_observability(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--request-timeout", type=seconds, metavar="S", help="timeout of a request in seconds (default: none)"
-    )
     add_max_waiting_argument(group)
-    group.add_argument(
-        "--scheduling-policy",
-        choices=("fcfs", "priority"),
-        default=DEFAULTS.scheduling_policy,
-        help="priority: requests may have a priority, and lower numbers run first; any client can then overtake "
-        "all others (default: %(default)s, first come, first served)",
-    )
     add_release_argument(group)
-    group.add_argument(
-        "--max-images",
-        type=at_least_one,
-        default=DEFAULTS.max_images,
-        metavar="N",
-        help="maximum number of images in a request (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-videos",
-        type=at_least_one,
-        default=DEFAULTS.max_videos,
-        metavar="N",
-        help="maximum number of videos in a request (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-pixels",
-        type=at_least_one,
-        metavar="N",
-        help='maximum number of pixels of an image with detail "auto", which most clients send (default: the '
-        "checkpoint's, but at most 1280 tokens)",
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=at_least_one,
-        metavar="N",
-        help="maximum size of a request body (default: 33554432, plus the size of a video of --max-video-bytes as a "
-        "data: URI if the checkpoint takes videos)",
-    )
-    group.add_argument(
-        "--body-timeout",
-        type=seconds,
-        default=DEFAULTS.body_timeout,
-        metavar="S",
-        help="timeout for receiving a request body in seconds (default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-bodies-bytes",
-        type=at_least_one,
-        default=DEFAULTS.max_bodies_bytes,
-        metavar="N",
-        help="maximum size of all request bodies, images and videos held at a time (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-stored-bytes",
-        type=whole_number,
-        default=DEFAULTS.max_stored_bytes,
-        metavar="N",
-        help="maximum memory of the responses that are stored for previous_response_id; 0 stores none (default: "
-        "%(default)s)",
-    )
-    group.add_argument(
-        "--max-kept-media-bytes",
-        type=whole_number,
-        default=DEFAULTS.max_kept_media_bytes,
-        metavar="N",
-        help="maximum memory of the images and videos with a uuid, which later requests may leave out; 0 keeps none "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--stored-seconds",
-        type=seconds,
-        default=DEFAULTS.stored_seconds,
-        metavar="S",
-        help="seconds until a stored response expires, after it was made or last continued (default: %(default)g)",
-    )
-    group.add_argument(
-        "--allow-special-tokens",
-        action="store_true",
-        help="accept requests with allow_special_tokens, whose messages may have control tokens; otherwise special "
-        "tokens in messages are always text",
-    )
-    group.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="accept requests with a chat_template, a program that may take much memory and 10 seconds",
-    )
+    add_options(group, ServerSettings, LIMIT_FIELDS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -285,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
             data_parallel_size=args.data_parallel_size,
             release_after=args.release_after,
             trusts_grammars=False,
-            **engine_arguments(args),
+            **given_options(args, EngineConfig),
         )
         print_sampling_defaults(args, engine.sampling_defaults)
         settings = _settings(args, engine.model, keys, media, modules)
@@ -318,32 +203,13 @@ def _settings(
         model_names=tuple(args.served_model_name) or (model,),
         api_keys=keys,
         cors_origins=tuple(args.cors_origin),
-        max_pixels=args.max_pixels,
-        max_images=args.max_images,
-        max_videos=args.max_videos,
-        request_timeout=args.request_timeout,
-        max_body_bytes=args.max_body_bytes,
-        body_timeout=args.body_timeout,
-        max_bodies_bytes=args.max_bodies_bytes,
-        max_stored_bytes=args.max_stored_bytes,
-        max_kept_media_bytes=args.max_kept_media_bytes,
-        stored_seconds=args.stored_seconds,
         media=media,
         media_names=OPTIONS,
-        allow_special_tokens=args.allow_special_tokens,
-        trusts_request_templates=args.trust_request_chat_template,
         chat_template_kwargs=args.chat_template_kwargs or {},
         uses_generation_config=args.generation_config == "auto",
         lora_modules=modules,
-        allow_lora_updating=args.allow_lora_updating,
-        ignores_unknown_fields=args.ignore_unknown_fields,
-        scheduling_policy=args.scheduling_policy,
         log_requests=args.log_requests,
-        always_includes_usage=args.enable_force_include_usage,
-        shows_times=args.enable_per_request_metrics,
-        metrics_names=args.metrics_names,
-        shows_tokenizer=args.enable_tokenizer_info_endpoint,
-        has_demo=args.demo,
+        **{name: value for name, value in given_options(args, ServerSettings).items() if name in GENERATED},
     )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import at_least_one
-from mmvllm.cli.engine_options import engine_arguments
+from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.ports import listen
+from mmvllm.config import EngineConfig
 from mmvllm.models.folder import check_model
 from mmvllm.server.ray.options import RayServeOptions
 from mmvllm.server.settings import ServerSettings
 
-NUMBERS = ("num_replicas", "min_replicas", "max_replicas", "cpus_per_replica")
 NEEDED = ("ray", "grpc", "aiohttp")  # packages of the extra
 
 
@@ -25,39 +25,18 @@ def add_ray_arguments(group: argparse._ArgumentGroup) -> None:
         help="local: one engine in this process; ray: replicas on Ray Serve, on one or several machines (default: "
         "%(default)s)",
     )
-    group.add_argument(
-        "--address", help="address of a Ray cluster: auto, HOST:PORT or ray://...; by default Ray is started locally"
-    )
     group.add_argument("--num-replicas", type=at_least_one, metavar="N", help="replicas of the engine (default: 1)")
-    group.add_argument(
-        "--min-replicas",
-        type=at_least_one,
-        metavar="N",
-        help="minimum number of replicas; with --max-replicas, instead of --num-replicas (default: 1)",
-    )
-    group.add_argument(
-        "--max-replicas",
-        type=at_least_one,
-        metavar="N",
-        help="maximum number of replicas, which Ray adds when more than --max-num-seqs requests are in flight on each",
-    )
-    group.add_argument("--cpus-per-replica", type=at_least_one, metavar="N", help="CPU cores per replica (default: 1)")
-    group.add_argument(
-        "--session-affinity",
-        action="store_true",
-        help="route requests with the same header x-session-id to the same replica, whose cache has their prefix",
-    )
+    add_options(group, RayServeOptions)
 
 
 def ray_options(args: argparse.Namespace) -> RayServeOptions | None:
     """Return the options of a deployment on Ray, or None for a server in this process; raise ValueError."""
-    given = {name: getattr(args, name) for name in ("address", *NUMBERS) if getattr(args, name) is not None}
-    if args.session_affinity:
-        given["session_affinity"] = True
+    given = given_options(args, RayServeOptions)
+    if args.num_replicas is not None:
+        given = {"num_replicas": args.num_replicas} | given
     if args.executor == "local":
         if given:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{options} needs --executor ray")
+            raise ValueError(f"{listed_options(given)} needs --executor ray")
         return None
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
@@ -95,7 +74,7 @@ def run_on_ray(args: argparse.Namespace, options: RayServeOptions, settings: Ser
 
     spec = ReplicaSpec(
         model=args.model,
-        engine_args=engine_arguments(args),
+        engine_args=given_options(args, EngineConfig),
         max_waiting=args.max_waiting,
         settings=settings,
         otlp_traces_endpoint=args.otlp_traces_endpoint,

@@ -13,10 +13,11 @@ class DemoSettings:
 
     Args:
         policy: maximum sizes of an image and of a video; the page accepts only uploads.
-        max_images, max_videos: maximum number of images and of videos in a question.
+        max_images: maximum number of images in a question.
+        max_videos: maximum number of videos in a question.
         timeout: timeout of an answer in seconds.
         uses_generation_config: the sampling controls begin with the values of the checkpoint's generation_config.json.
-        allow_special_tokens: treat special tokens in visitors' text as control tokens.
+        allow_special_tokens: treat special tokens that visitors write as control tokens instead of text.
         chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}.
     """
 

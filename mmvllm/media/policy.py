@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,28 +67,30 @@ class MediaPolicy:
     """Where media may be fetched from, and how large they may be. By default only data URIs are accepted.
 
     Args:
-        allowed_domains: hosts to fetch from: "example.org" is that host, "*.example.org" every host below it, "*" every
-            host with a public address. Redirects may only lead to allowed hosts.
-        allowed_networks: private networks to fetch from as well, in CIDR notation: "10.1.0.0/16".
-        allowed_local_path: folder below which file:// URLs may be read.
+        allowed_domains: hosts to fetch images and videos from: example.org, *.example.org for all hosts below it, or *
+            for any host with a public address; by default none, and media are sent as data: URIs. Redirects may only
+            lead to allowed hosts.
+        allowed_networks: private networks in which these hosts may be, such as 10.1.0.0/16.
+        allowed_local_path: folder in and below which clients may read images and videos with file:// URLs.
         max_bytes: maximum size of an encoded image.
-        max_pixels: maximum number of pixels of an image or of a frame, checked before it is decoded.
+        max_pixels: maximum number of pixels of an image, or of a frame, as it is sent; larger ones are refused before
+            they are decoded.
         max_redirects: maximum number of redirects for one image or video; each is checked like the first URL.
         connect_timeout: timeout in seconds for looking up a host, and again for connecting to it.
         read_timeout: timeout in seconds for receiving the next bytes.
         total_timeout: timeout in seconds for one image or video, redirects included.
-        image_timeout: timeout in seconds for decoding an image in a worker process (`mmvllm.media.decoding`).
+        image_timeout: seconds for decoding an image in a worker process, which is ended after that.
         max_video_bytes: maximum size of an encoded video.
-        max_video_seconds: maximum duration of a video.
+        max_video_seconds: maximum duration of a video in seconds.
         max_video_pixels: maximum number of pixels of all frames sampled from a video, before they are resized.
-        video_timeout: timeout in seconds for decoding the frames of a video in a worker process.
+        video_timeout: seconds for decoding the frames of a video in a worker process, which is ended after that.
 
     Raises ArgumentError, which names the argument, for an invalid domain, network, folder or limit.
     """
 
-    allowed_domains: tuple[str, ...] = ()
-    allowed_networks: tuple[str, ...] = ()
-    allowed_local_path: Path | None = None
+    allowed_domains: tuple[str, ...] = field(default=(), metadata={"metavar": "HOST,HOST"})
+    allowed_networks: tuple[str, ...] = field(default=(), metadata={"metavar": "CIDR,CIDR"})
+    allowed_local_path: Path | None = field(default=None, metadata={"metavar": "DIR"})
     max_bytes: int = 20 * 1024 * 1024
     max_pixels: int = 64_000_000
     max_redirects: int = 3

@@ -49,7 +49,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     app.include_router(operations.router(engine, metrics))
     docs.add_page(app)
     errors.install(app)
-    open_paths = _mount_demo(app, engine, settings, decoder) if settings.has_demo else ()
+    open_paths = _mount_demo(app, engine, settings, decoder) if settings.demo else ()
     app.add_middleware(
         AuthAndSizeLimitMiddleware,
         api_keys=settings.api_keys,
@@ -58,7 +58,7 @@ def build_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
         budget=ByteBudget(settings.max_bodies_bytes),
         open_paths=open_paths,
     )
-    if settings.cors_origins or settings.has_demo:  # without it, gradio's middleware would allow every origin
+    if settings.cors_origins or settings.demo:  # without it, gradio's middleware would allow every origin
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,

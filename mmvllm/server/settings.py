@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmvllm.config import MiB
 from mmvllm.media.policy import MediaPolicy
@@ -21,36 +21,45 @@ class ServerSettings:
             all requests. Health, load, metrics, the version and the demo page need no key. Raises ValueError for a key
             that no HTTP header can carry.
         cors_origins: origins whose pages may call the server; "*" allows every origin.
-        max_pixels: limit for images with detail "auto"; default: the checkpoint's limit, but at most 1280 tokens.
-        max_images: maximum images per request.
-        max_videos: maximum videos per request.
-        request_timeout: time limit that covers both fetching images and videos, and generation.
-        max_body_bytes: maximum size of a request body; default: see `body_bytes`.
-        body_timeout: time limit for receiving a request body.
-        max_bodies_bytes: maximum total size of the request bodies, and fetched images and videos, held at a time.
+        max_pixels: maximum number of pixels of an image with detail "auto", which most clients send; by default the
+            checkpoint's, but at most 1280 tokens.
+        max_images: maximum number of images in a request.
+        max_videos: maximum number of videos in a request.
+        request_timeout: seconds for a request, from fetching its images and videos to its last token.
+        max_body_bytes: maximum size of a request body; by default 33554432, and if the checkpoint takes videos also the
+            size of one of the largest videos as a data: URI.
+        body_timeout: seconds for receiving a request body.
+        max_bodies_bytes: maximum size of all request bodies, and fetched images and videos, held at a time.
         media: the sources from which images and videos may be read, and their size limits.
         media_names: names of the fields of `media` in error messages, such as command-line options.
-        max_stored_bytes: memory for responses of /v1/responses, stored for `previous_response_id`. Each counts with its
-            whole conversation; 0 stores none.
-        max_kept_media_bytes: memory for images and videos with a `uuid`, whose data later requests may omit; 0 keeps
+        max_stored_bytes: memory for the responses that are stored for previous_response_id, each with its whole
+            conversation; 0 stores none.
+        max_kept_media_bytes: memory for images and videos with a uuid, which later requests may leave out; 0 keeps
             none.
-        stored_seconds: lifetime of a stored response after it was created or last continued.
-        allow_special_tokens: requests may ask for special tokens in messages to be control tokens instead of text.
-        trusts_request_templates: requests may set `chat_template`, a Jinja program that the server runs.
+        stored_seconds: seconds until a stored response expires, after it was made or last continued.
+        allow_special_tokens: accept requests whose messages may have control tokens; otherwise special tokens in
+            messages are always text.
+        trust_request_chat_template: accept requests that bring a chat template, a program that may take much memory and
+            10 seconds.
         chat_template_kwargs: default arguments of the chat template, which requests may override.
         uses_generation_config: take sampling parameters that a request omits from the checkpoint's
             generation_config.json, and OpenAI's defaults for the rest. If false, use OpenAI's defaults only.
         lora_modules: folders of LoRA adapters, keyed by the model names that select them in requests.
-        allow_lora_updating: clients may load adapters from any folder that the server can read, and unload adapters.
-        ignores_unknown_fields: ignore unknown fields of requests and name them in the log, instead of refusing them.
-        scheduling_policy: "fcfs" (first come, first served), or "priority" (by the `priority` of requests). "fcfs"
-            refuses requests with a nonzero `priority`.
+        allow_lora_updating: let clients load adapters from any folder that the server can read, and unload adapters;
+            needs enable_lora.
+        ignore_unknown_fields: ignore fields of requests that this server does not know, and name them in the log,
+            instead of refusing the request.
+        scheduling_policy: fcfs is first come, first served; with priority, requests may have a priority, and lower
+            numbers run first. Any client can then overtake all others.
         log_requests: log a line per completion request when it ends: "facts", or "full" with texts; None disables it.
-        always_includes_usage: put the usage so far into every chunk of a stream, whatever its stream_options say.
-        shows_times: add `metrics`, times in milliseconds, to chats and completions with one choice.
-        metrics_names: "mmvllm", or "vllm" to serve the metrics under vLLM's names, too.
-        shows_tokenizer: serve /tokenizer_info, which returns the tokenizer's configuration and chat template.
-        has_demo: serve the demo page at /demo, which needs no API key.
+        enable_force_include_usage: put the token counts so far into each chunk of a stream, whatever its stream_options
+            say.
+        enable_per_request_metrics: put the times of a request with one choice, in milliseconds, into the field metrics
+            of its response, or of the last chunk if that has the usage.
+        metrics_names: with vllm, also serve the metrics under vLLM's names, for its dashboards and autoscalers.
+        enable_tokenizer_info_endpoint: also serve the tokenizer's configuration and the chat template at
+            /tokenizer_info.
+        demo: also serve the demo page at /demo, which requires no key.
     """
 
     model_names: tuple[str, ...]
@@ -63,25 +72,25 @@ class ServerSettings:
     max_body_bytes: int | None = None
     body_timeout: float = 30.0
     max_bodies_bytes: int = 1024 * MiB
-    max_stored_bytes: int = 128 * MiB
-    max_kept_media_bytes: int = 128 * MiB
+    max_stored_bytes: int = field(default=128 * MiB, metadata={"least": 0})
+    max_kept_media_bytes: int = field(default=128 * MiB, metadata={"least": 0})
     stored_seconds: float = 3600.0
     media: MediaPolicy = field(default_factory=MediaPolicy)
     media_names: Mapping[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
-    trusts_request_templates: bool = False
+    trust_request_chat_template: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     uses_generation_config: bool = True
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     allow_lora_updating: bool = False
-    ignores_unknown_fields: bool = False
-    scheduling_policy: str = "fcfs"
-    log_requests: str | None = None
-    always_includes_usage: bool = False
-    shows_times: bool = False
-    metrics_names: str = "mmvllm"
-    shows_tokenizer: bool = False
-    has_demo: bool = False
+    ignore_unknown_fields: bool = False
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    log_requests: Literal["facts", "full"] | None = None
+    enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
+    metrics_names: Literal["mmvllm", "vllm"] = "mmvllm"
+    enable_tokenizer_info_endpoint: bool = False
+    demo: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.api_keys, str):

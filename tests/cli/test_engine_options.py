@@ -9,7 +9,7 @@ import pytest
 from mmvllm import EngineConfig
 from mmvllm.cli.caption import SETTINGS
 from mmvllm.cli.common import option_name
-from mmvllm.cli.engine_options import add_engine_arguments, engine_arguments
+from mmvllm.cli.options import add_options, given_options
 
 COMMANDS = [("caption", "x.png"), ("serve",), ("demo",), ("bench", "throughput"), ("bench", "latency")]
 VALUES = {
@@ -54,30 +54,30 @@ def test_every_field_is_an_option_of_every_command(command):
     assert list(VALUES) == [field.name for field in fields(EngineConfig)]
     args = parser_of(*command).parse_args([*command[1:], *words(VALUES)])
     assert {name: getattr(args, name) for name in VALUES} == VALUES
-    assert EngineConfig(**engine_arguments(args)) == EngineConfig(**VALUES)
+    assert EngineConfig(**given_options(args, EngineConfig)) == EngineConfig(**VALUES)
 
 
 @pytest.mark.parametrize("command", [("serve",), ("demo",), ("caption", "x.png")], ids=" ".join)
 def test_only_what_is_given_reaches_the_engine(command):
     args = parser_of(*command).parse_args([*command[1:]])
-    assert engine_arguments(args, exclude=SETTINGS) == {}
+    assert given_options(args, EngineConfig, exclude=SETTINGS) == {}
 
 
 def test_settings_of_captions_are_no_engine_arguments():
     args = parser_of("caption").parse_args(["x.png", "--seed", "3", "--dtype", "float32", "--max-num-seqs", "2"])
-    assert engine_arguments(args, exclude=SETTINGS) == {"max_num_seqs": 2}
+    assert given_options(args, EngineConfig, exclude=SETTINGS) == {"max_num_seqs": 2}
 
 
 def test_a_selection_of_fields_and_defaults_of_a_command():
     parser = argparse.ArgumentParser()
-    add_engine_arguments(parser, only=("device", "max_num_seqs", "seed"), exclude=("seed",), max_num_seqs=5)
+    add_options(parser, EngineConfig, ("device", "max_num_seqs", "seed"), ("seed",), max_num_seqs=5)
     assert vars(parser.parse_args([])) == {"device": None, "max_num_seqs": 5}
     assert "(default: 5)" in parser.format_help() and "(default: auto)" in parser.format_help()
 
 
 def test_help_describes_every_option_and_names_options():
     parser = argparse.ArgumentParser()
-    add_engine_arguments(parser)
+    add_options(parser, EngineConfig)
     for action in parser._actions[1:]:
         assert len(action.help) > 20 and not any(f"{name} " in action.help for name in VALUES if "_" in name)
     text = " ".join(parser.format_help().split())

@@ -191,7 +191,7 @@ def test_the_page_fits_every_width_in_light_and_dark(scheme, width, chromium, si
 def mounted():
     """The page as `mmvllm serve --demo` mounts it."""
     engine = AsyncLLM(None, dtype="float32", device="cpu", num_kvcache_blocks=256, skip_warmup=True)
-    with serving(engine, has_demo=True) as running:
+    with serving(engine, demo=True) as running:
         yield Site(f"{running.url}/demo/", engine)
     elsewhere(engine.shutdown(drain=False))
 

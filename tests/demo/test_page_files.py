@@ -78,7 +78,7 @@ def page(request) -> Iterator[Site]:
             yield site
     else:
         engine = AsyncLLM(**ENGINE)
-        with serving(engine, has_demo=True, api_keys=("secret",)) as running:
+        with serving(engine, demo=True, api_keys=("secret",)) as running:
             yield Site(f"{running.url}/demo/", engine)
         elsewhere(engine.shutdown(drain=False))
 

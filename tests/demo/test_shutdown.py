@@ -48,7 +48,7 @@ def test_the_page_closes_although_a_tab_is_open(checkpoint):
 def test_the_server_stops_although_a_tab_is_open(monkeypatch):
     monkeypatch.setattr(run_module, "SEND_SECONDS", 100.0)  # after which connections are aborted
     engine = AsyncLLM(**ENGINE)
-    with serving(engine, has_demo=True) as running, open_page(f"{running.url}/demo/") as received:
+    with serving(engine, demo=True) as running, open_page(f"{running.url}/demo/") as received:
         until(lambda: received)
         running.server.should_exit = True
         running.thread.join(60)

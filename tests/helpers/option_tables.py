@@ -54,7 +54,9 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[s
     value = "" if action.nargs == 0 else action.metavar or "{" + ",".join(map(str, action.choices or ())) + "}"
     if value == "{}":
         value = action.dest.upper()
-    return f"`{' '.join(filter(None, (action.option_strings[-1], value)))}`", default, text
+    is_switch = isinstance(action, argparse.BooleanOptionalAction)
+    option = action.option_strings[0 if is_switch and default != "yes" else -1]
+    return f"`{' '.join(filter(None, (option, value)))}`", default, text
 
 
 TABLES: dict[str, Callable[[], str]] = {

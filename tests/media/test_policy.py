@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmvllm.cli.media import OPTIONS, add_image_arguments, add_source_arguments, media_policy
+from mmvllm.cli.media import OPTIONS, add_media_options, media_policy
 from mmvllm.errors import ArgumentError
 from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.engine.requests import noise_image
@@ -100,8 +100,7 @@ def test_a_media_error_has_its_field_and_another_name_for_it():
 
 def parsed(*arguments: str) -> MediaPolicy:
     parser = argparse.ArgumentParser()
-    add_source_arguments(parser)
-    add_image_arguments(parser)
+    add_media_options(parser)
     return media_policy(parser.parse_args(arguments))
 
 

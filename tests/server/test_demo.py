@@ -16,7 +16,7 @@ pytest.importorskip("gradio")
 @needs("network")
 def with_demo():
     engine = AsyncLLM(**ENGINE)
-    with serving(engine, has_demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
+    with serving(engine, demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
         yield running
     asyncio.run(engine.shutdown(drain=False))
 

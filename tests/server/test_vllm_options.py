@@ -24,7 +24,7 @@ TIMES = {"queue_time_ms", "time_to_first_token_ms", "generation_time_ms", "mean_
 def test_each_chunk_has_the_usage_if_the_server_says_so(path, body, engine):
     options = {"include_usage": False}
     for given in (body, body | {"stream_options": options}):
-        chunks = chunks_of(make_app(engine, always_includes_usage=True), path, given)
+        chunks = chunks_of(make_app(engine, enable_force_include_usage=True), path, given)
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == sorted(counts) and counts[-1] == 3 and not chunks[-1]["choices"]
     assert "usage" not in chunks_of(make_app(engine), path, body)[0]
@@ -32,7 +32,7 @@ def test_each_chunk_has_the_usage_if_the_server_says_so(path, body, engine):
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, TALK), (COMPLETIONS, TEXT)])
 def test_times_are_in_the_response_with_one_choice_if_the_server_says_so(path, body, engine):
-    app = make_app(engine, shows_times=True)
+    app = make_app(engine, enable_per_request_metrics=True)
     times = answered(app, path, body)["metrics"]
     assert times.keys() == TIMES and all(value > 0 for value in times.values())
     assert times["generation_time_ms"] == pytest.approx(2 * times["mean_itl_ms"])
@@ -45,7 +45,7 @@ def test_times_are_in_the_response_with_one_choice_if_the_server_says_so(path, b
 
 
 def test_times_that_a_request_does_not_have_are_null(engine):
-    app = make_app(engine, shows_times=True)
+    app = make_app(engine, enable_per_request_metrics=True)
     assert answered(app, COMPLETIONS, TEXT | {"max_tokens": 1})["metrics"]["mean_itl_ms"] is None
     scored = answered(app, COMPLETIONS, {"prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 0})
     assert scored["metrics"]["time_to_first_token_ms"] is None
@@ -86,7 +86,7 @@ def test_an_invocation_that_is_nothing_of_these_is_refused(body, param, app):
 
 def test_an_invocation_is_told_by_what_is_given(engine, app):
     assert answered(app, "/invocations", TALK | {"prompt": None, "input": None})["object"] == "chat.completion"
-    lenient = make_app(engine, ignores_unknown_fields=True)
+    lenient = make_app(engine, ignore_unknown_fields=True)
     body = TALK | {"suffix": "a", "dimensions": 3, "no_such_field": 1}
     for path in (CHAT, "/invocations"):
         assert answered(lenient, path, body)["object"] == "chat.completion"
@@ -107,7 +107,7 @@ def test_pooling_gives_the_vectors_of_embeddings_in_the_form_of_vllm(app):
 
 
 def test_the_tokenizer_is_described_if_the_server_says_so(engine, app):
-    info = call(make_app(engine, shows_tokenizer=True), "GET", "/tokenizer_info").json()
+    info = call(make_app(engine, enable_tokenizer_info_endpoint=True), "GET", "/tokenizer_info").json()
     assert info["tokenizer_class"] == type(engine.tokenizer).__name__
     assert info["chat_template"] == engine.tokenizer.chat_template
     assert info["eos_token"] == "<|im_end|>" and info["added_tokens_decoder"]["459"]["content"] == "<|endoftext|>"

@@ -1,7 +1,7 @@
 """The options of a job whose captions come from an endpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from mmvllm.utils.arguments import check_int
 if TYPE_CHECKING:
     from mmvllm.captioning.jobs.endpoint import Endpoint
 
-_ENGINE_FIELDS = frozenset(field.name for field in fields(EngineConfig))
+_ENGINE_FIELDS = frozenset(one.name for one in fields(EngineConfig))
 _NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens", "jpeg_draft")
 _DEFAULTS = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(_NOT_SENT[2:], False)  # others: None
 
@@ -26,17 +26,17 @@ class EndpointOptions:
 
     Args:
         url: the URL of the server, with or without /v1.
-        model: the model's name on the server; None is the first of /v1/models.
-        concurrency: maximum number of requests in flight.
-        timeout: seconds after which an attempt without a complete answer fails.
-        max_retries: attempts of a request after the first one, with growing pauses.
+        model: name of the model on the server; by default the first of /v1/models.
+        concurrency: maximum number of concurrent requests.
+        timeout: seconds to wait for a complete answer.
+        max_retries: number of times that a failed request is sent again, with growing pauses.
     """
 
     url: str
     model: str | None = None
     concurrency: int = 8
     timeout: float = 300.0
-    max_retries: int = 5
+    max_retries: int = field(default=5, metadata={"least": 0})
 
     def __post_init__(self):
         check_int("concurrency", self.concurrency)

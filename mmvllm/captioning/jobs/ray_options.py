@@ -8,13 +8,12 @@ class RayOptions:
     """The Ray cluster of a job, and its engines.
 
     Args:
-        address: "local" starts Ray on this machine for this job; "auto", "host:port" or "ray://..." joins a cluster. A
-            Ray session that this process has already joined is used as it is.
-        num_actors: number of actors; each has one engine.
+        address: address of a Ray cluster: auto, HOST:PORT or ray://...; local starts Ray on this machine. A session
+            that this process has already joined is used as it is.
+        num_actors: number of Ray actors; each has one engine.
         cpus_per_actor: CPU cores, and torch threads, of each actor.
-        gpus_per_actor: from 0 to 1; by default `tensor_parallel_size` of `engine_args` if the job's device is a GPU,
-            else 0. Ray gives an actor all of its GPUs on one machine. Engines that share a GPU need
-            `num_kvcache_blocks` in `engine_args`, because each would otherwise take all free memory.
+        gpus_per_actor: GPUs of each actor, from 0 to 1; by default tensor_parallel_size if there is a GPU, otherwise 0.
+            Engines that share a GPU need num_kvcache_blocks, because each would otherwise take all free memory.
     """
 
     address: str = "local"

@@ -64,7 +64,7 @@ def chat_job(serving: Serving, body: ChatRequest, reservation: ByteReservation) 
         body.prompt_logprobs,
         returns_token_ids=bool(body.return_token_ids),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
-        shows_times=serving.settings.shows_times,
+        shows_times=serving.settings.enable_per_request_metrics,
         use=use,
         calls_functions=calls_functions,
         boxes=body.mmvllm.boxes if body.mmvllm else None,

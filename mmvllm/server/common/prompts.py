@@ -127,7 +127,7 @@ class PromptFactory:
         """Refuse fields that only trusted clients may send."""
         allowed = {
             "allow_special_tokens": (self._settings.allow_special_tokens, "--allow-special-tokens"),
-            "chat_template": (self._settings.trusts_request_templates, "--trust-request-chat-template"),
+            "chat_template": (self._settings.trust_request_chat_template, "--trust-request-chat-template"),
         }
         for name, (is_allowed, option) in allowed.items():
             if getattr(body, name) and not is_allowed:

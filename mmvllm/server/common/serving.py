@@ -44,7 +44,7 @@ class Serving:
     @property
     def route_class(self) -> type[StrictRoute]:
         """The class of the routes, which determines how they parse request bodies."""
-        return LenientRoute if self.settings.ignores_unknown_fields else StrictRoute
+        return LenientRoute if self.settings.ignore_unknown_fields else StrictRoute
 
     async def respond(self, make: Callable[..., CompletionJob], body: Any, *args: Any) -> JobResponse:
         """Return the response to the job that `make` creates from a body."""
@@ -81,7 +81,7 @@ class Serving:
             raise ApiError(400, "prompt_logprobs is not supported with stream: true", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        always, options = self.settings.always_includes_usage, body.stream_options or StreamOptions()
+        always, options = self.settings.enable_force_include_usage, body.stream_options or StreamOptions()
         return {
             "streams": bool(body.stream),
             "includes_usage": always or bool(options.include_usage),

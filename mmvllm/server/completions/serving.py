@@ -52,7 +52,7 @@ def completion_job(serving: Serving, body: CompletionRequest) -> CompletionJob:
         body.prompt_logprobs,
         returns_token_ids=bool(body.return_token_ids),
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
-        shows_times=serving.settings.shows_times,
+        shows_times=serving.settings.enable_per_request_metrics,
         echoes=bool(body.echo),
         skips_special=params.skip_special_tokens,
     )

@@ -10,11 +10,13 @@ class RayServeOptions:
     """Where replicas run, how many there are, and how requests are routed to them.
 
     Args:
-        address: "local" starts Ray on this machine for this server; "auto", "host:port" or "ray://..." joins a cluster.
-        min_replicas, max_replicas: bounds of the number of replicas, which have one engine each. Within them, the
-            number follows the requests in flight.
-        cpus_per_replica: CPU cores of each replica, and torch threads on a CPU.
-        session_affinity: route requests with the same x-session-id header to the same replica.
+        address: address of a Ray cluster: auto, HOST:PORT or ray://...; local starts Ray on this machine.
+        min_replicas: minimum number of replicas, each with one engine; needs max_replicas.
+        max_replicas: maximum number of replicas, which Ray adds when more than max_num_seqs requests are in flight on
+            each.
+        cpus_per_replica: CPU cores, and torch threads, of each replica.
+        session_affinity: route requests with the same header x-session-id to the same replica, whose cache has their
+            prefix.
     """
 
     address: str = "local"

@@ -39,7 +39,7 @@ def router(serving: Serving) -> APIRouter:
         """Return the text of tokens."""
         return DetokenizeResponse(prompt=_text_of(serving, body))
 
-    if serving.settings.shows_tokenizer:
+    if serving.settings.enable_tokenizer_info_endpoint:
 
         @routes.get("/tokenizer_info")
         async def tokenizer_info() -> TokenizerInfo:

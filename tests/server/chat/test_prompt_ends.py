@@ -42,7 +42,7 @@ def test_an_echo_is_the_text_of_the_final_message(app, content):
 
 
 def test_a_request_may_have_a_template_if_it_is_trusted(engine):
-    app = make_app(engine, trusts_request_templates=True)
+    app = make_app(engine, trust_request_chat_template=True)
     body = {"messages": [user({"type": "text", "text": "Hi"})], "chat_template": TEMPLATE}
     assert prompt_of(app, engine, **body, chat_template_kwargs={"mood": "calm"}) == "user: Hi\ncalm"
     assert answered(app, CHAT, chat(**body, max_tokens=2))["choices"][0]["message"]["content"]

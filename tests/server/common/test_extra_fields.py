@@ -192,7 +192,7 @@ def test_the_prefix_cache_is_forgotten_on_request(app, engine):
 
 def test_a_server_may_ignore_unknown_fields(engine, caplog, monkeypatch):
     monkeypatch.setattr(body_module, "_LOGGED", set())
-    app, unknown = make_app(engine, ignores_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}
+    app, unknown = make_app(engine, ignore_unknown_fields=True), {"num_ctx": 5, "keep_alive": "5m"}
     plain = answered(app, CHAT, chat("Hello", max_tokens=4))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

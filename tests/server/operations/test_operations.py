@@ -36,7 +36,7 @@ REDIRECTS = {"/", "/favicon.ico", "/demo"}  # to the page
 
 
 def test_every_route_needs_the_key_unless_it_is_known_to_need_none(engine):
-    app = make_app(engine, api_keys=("secret",), allow_lora_updating=True, shows_tokenizer=True)
+    app = make_app(engine, api_keys=("secret",), allow_lora_updating=True, enable_tokenizer_info_endpoint=True)
     paths = app.openapi()["paths"].keys()
     assert paths > OPEN
     for path in {*paths, *REDIRECTS, "/docs", "/openapi.json", "/no/such/route", "/healthy", "/health/live/x"}:
