@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mmvllm.captioning.outputs.output import FORMATS
+from mmvllm.captioning.outputs.options import FORMATS
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.presets import PRESETS
 from mmvllm.server.chat.protocol import ChatRequest

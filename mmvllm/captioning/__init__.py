@@ -8,9 +8,11 @@ _EXPORTS = {
     "CaptionSettings": "mmvllm.captioning.settings",
     "EndpointOptions": "mmvllm.captioning.jobs.endpoint_options",
     "JobError": "mmvllm.captioning.errors",
+    "OutputOptions": "mmvllm.captioning.outputs.options",
     "PRESETS": "mmvllm.captioning.presets",
     "PRESET_SCHEMAS": "mmvllm.captioning.presets",
     "RayOptions": "mmvllm.captioning.jobs.ray_options",
+    "RunOptions": "mmvllm.captioning.jobs.run_options",
 }
 __all__ = [*_EXPORTS]
 

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmvllm.captioning.errors import JobError
 from mmvllm.captioning.jobs.captioner import Captioner
@@ -15,13 +16,14 @@ from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.process_source import ProcessSource
 from mmvllm.captioning.jobs.progress import Progress
 from mmvllm.captioning.jobs.ray_options import RayOptions
+from mmvllm.captioning.jobs.run_options import RunOptions
 from mmvllm.captioning.outputs.index import Index
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import fitting
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.loading import ItemLoader
-from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.config import EngineConfig
 from mmvllm.entrypoints.llm import LLM
 from mmvllm.errors import ArgumentError
@@ -39,26 +41,9 @@ def caption_images(
     llm: LLM | None = None,
     model: str | PathLike | None = None,
     engine_args: dict[str, Any] | None = None,
-    output: str | PathLike | None = None,
-    format: str | None = None,
-    output_dir: str | PathLike | None = None,
-    caption_extension: str | None = None,
-    overwrite: bool = False,
-    append_anyway: bool = False,
-    skip_existing: bool = False,
-    retry_failed: bool = False,
-    fail_fast: bool = False,
-    limit: int | None = None,
-    shard: tuple[int, int] | None = None,
-    workers: int | None = None,
-    worker_processes: bool = False,
-    image_timeout: float = DEFAULT_TIMEOUTS.image,
-    video_timeout: float = DEFAULT_TIMEOUTS.video,
-    ordered: bool = False,
-    data_parallel_size: int | Literal["auto"] = 1,
     ray: RayOptions | None = None,
     endpoint: str | EndpointOptions | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> "CaptionRun":
     """Caption images and videos as `mmvllm caption` does.
 
@@ -69,50 +54,24 @@ def caption_images(
     Args:
         paths: folders, files, glob patterns, lists, tar files and URLs, as on the command line.
         llm: an existing engine, which stays open; without it, an engine is created from `model` and `engine_args`.
-        output: the file to write records to. None writes no records, except in formats with caption files, which then
-            use `captions.jsonl` in `output_dir` or in the working directory.
-        format: a name in `mmvllm.captioning.outputs.output.FORMATS`, such as "jsonl"; by default, the suffix of
-            `output` decides.
-        output_dir: the folder for caption files; None writes them beside the images.
-        caption_extension: the suffix of caption files in the format "txt", such as ".caption"; by default ".txt".
-        overwrite, append_anyway: replace an existing output, or append to one that was made with other settings.
-        skip_existing: skip images whose caption file exists.
-        retry_failed: process only images that an earlier run recorded as failed.
-        fail_fast: stop at the first failure.
-        limit: process at most this many images that are not recorded yet.
-        shard: (i, n) with 1 <= i <= n: process only part i of n, which a hash of each path selects.
-        workers: number of threads that prepare images; by default one per core, at most 8.
-        worker_processes: prepare images in worker processes, which do not share an interpreter lock.
-        image_timeout, video_timeout: seconds allowed for reading (or downloading) and decoding an image, or the frames
-            of a video; it fails if it takes longer.
-        ordered: yield and write the records in the order in which their images are found, not as captions finish.
-        data_parallel_size: number of engines to create from `model` and `engine_args` on this machine, each in a
-            separate process with `tensor_parallel_size` CUDA devices or a share of the CPU threads. "auto" creates as
-            many as the CUDA devices allow, or one on a CPU. `cpu_kvcache_bytes`, `workers` and all other limits apply
-            to each engine.
         ray: caption on Ray Data; each actor creates an engine from `model` and `engine_args`.
         endpoint: the URL of an OpenAI-compatible server that generates the captions, or `EndpointOptions`; no model is
             loaded here.
-        settings: fields of `CaptionSettings`: prompt, prompts, n, system, max_tokens, temperature, seed, min_pixels,
-            max_pixels, stop_on_repetition, beam_width, video_fps, video_frames, video_max_pixels, clip_seconds,
-            animations_as_clips, prefix, suffix, trigger_word, context_from, context_mode, schema,
-            allow_special_tokens, chat_template_kwargs, jpeg_draft, and dtype, quantization, kv_cache_dtype, lora and
-            chat_template of the created engine.
+        options: fields of `CaptionSettings`, `OutputOptions` and `RunOptions`.
 
     Raises ValueError for incompatible arguments, and if another run is writing to the output.
     """
     paths = [paths] if isinstance(paths, str | PathLike) else list(paths)
-    output, output_dir = (None if path is None else Path(path) for path in (output, output_dir))
-    engine_args = dict(engine_args or {})
+    outputs, run = OutputOptions(**_taken(options, OutputOptions)), RunOptions(**_taken(options, RunOptions))
+    settings, engine_args = options, dict(engine_args or {})
     _check_engine(llm, model, engine_args, ray, settings)
-    _check_size(data_parallel_size, llm, ray)
+    _check_size(run.data_parallel_size, llm, ray)
     endpoint = EndpointOptions(endpoint) if isinstance(endpoint, str) else endpoint
     if endpoint is not None:
-        given = {"llm": llm, "model": model, "ray": ray, "worker_processes": worker_processes or None}
-        check_endpoint(given | {"data_parallel_size": None if data_parallel_size == 1 else data_parallel_size})
-        check_endpoint(engine_args | settings)
-    _check_paths(paths, output)
-    selection, timeouts = Selection(paths, retry_failed, limit, shard), Timeouts(image_timeout, video_timeout)
+        given = {"llm": llm, "model": model, "ray": ray, "worker_processes": run.worker_processes}
+        check_endpoint(given | {"data_parallel_size": run.data_parallel_size} | engine_args | settings)
+    _check_paths(paths, outputs.path)
+    selection, timeouts = Selection(paths, outputs.retry_failed, run.limit, run.shard), run.timeouts
     with ExitStack() as stack:
         server = None if endpoint is None else stack.enter_context(closing(endpoint.connect()))
         settings |= _settings_of(llm, model, server)
@@ -122,35 +81,37 @@ def caption_images(
         job = CaptionSettings(**settings)
         _check_beam_width(job, engine_args.get("max_num_seqs") if llm is None else llm.engine.max_num_seqs)
         engine_args |= {name: getattr(job, name) for name in ENGINE_SETTINGS}
-        resuming = (overwrite, append_anyway, skip_existing, retry_failed)
-        out = Output(job, output, format, output_dir, *resuming, caption_extension)
+        out = Output(job, outputs)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
-        loader = ItemLoader(timeouts, workers)
+        loader = ItemLoader(timeouts, run.workers)
         stack.callback(loader.close)
-        spec = EngineSpec(job, model, engine_args, workers, worker_processes, timeouts)
-        places = _places(data_parallel_size, engine_args)
+        spec = EngineSpec(job, model, engine_args, run.workers, run.worker_processes, timeouts)
+        places = _places(run.data_parallel_size, engine_args)
         if ray is not None:
             from mmvllm.captioning.jobs.ray_source import RaySource  # imported here because Ray is optional
 
-            source = RaySource(spec, selection, out.files, ordered, ray)
+            source = RaySource(spec, selection, out.files, run.ordered, ray)
             stack.callback(source.close)
         elif server is not None:
-            from mmvllm.captioning.jobs.endpoint_source import (
-                EndpointSource,  # imported here because httpx2 is optional
-            )
+            from mmvllm.captioning.jobs.endpoint_source import EndpointSource  # httpx2 is optional
 
-            source = EndpointSource(server, job, loader, endpoint.concurrency, workers, ordered)
+            source = EndpointSource(server, job, loader, endpoint.concurrency, run.workers, run.ordered)
         elif len(places) > 1:
-            source = ProcessSource(spec, places, ordered)
+            source = ProcessSource(spec, places, run.ordered)
             stack.callback(source.close)
         else:
             if llm is None:
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
-            source = Captioner(llm, job, loader, workers, worker_processes, ordered)
+            source = Captioner(llm, job, loader, run.workers, run.worker_processes, run.ordered)
         pending_tasks = PendingTasks(job, selection, out, Progress(), loader)
-        return CaptionRun(pending_tasks, source, out, fail_fast, stack.pop_all().close)
+        return CaptionRun(pending_tasks, source, out, run.fail_fast, stack.pop_all().close)
+
+
+def _taken(options: dict[str, Any], cls: type) -> dict[str, Any]:
+    """Take the fields of a class from the options."""
+    return {field.name: options.pop(field.name) for field in fields(cls) if field.name in options}
 
 
 def _settings_of(llm: LLM | None, model: str | PathLike | None, server: "Endpoint | None") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import xxhash
 from mmvllm.captioning.json_captions import schema_text
 from mmvllm.captioning.multi_prompt import NamedPrompt, named_prompts
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESETS
-from mmvllm.captioning.sources.context import check_context
+from mmvllm.captioning.sources.context import MODES, check_context
 from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
 from mmvllm.processors.chat.template_kwargs import check_template_kwargs
@@ -24,6 +24,7 @@ from mmvllm.utils.arguments import is_number
 
 # Settings that are also options of the engine, because they change what it computes.
 ENGINE_SETTINGS = ("dtype", "quantization", "kv_cache_dtype", "lora", "chat_template")
+TEXT = {"metavar": "TEXT"}
 _VIDEO_PROMPTS = {prompt: prompt.replace("image", "video") for prompt in (DEFAULT_PROMPT, *PRESETS.values())}
 MIN_FRAME_PIXELS = 128 * 28 * 28  # qwen-vl-utils enlarges smaller frames to this area
 _AT_LEAST_ONE = (lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1")
@@ -72,50 +73,62 @@ class VideoSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionSettings:
-    """Settings of one job; a run resumes an output only if the settings are equal.
-
-    `prefix`, `suffix` and `trigger_word` are added to the model's text in the order prefix, "trigger_word, ", text,
-    suffix. `context_from` is the suffix of text files beside the images that are read as context for the prompt;
-    `context_mode`, "prepend" or "append", places any context.
-    Special tokens in the prompt, system message and context are plain text, unless `allow_special_tokens` is true.
-    `chat_template` replaces the checkpoint's template, and `chat_template_kwargs` are passed to the template. With a
-    `schema`, which is a JSON schema as a dict, as text or as a pydantic model, captions are JSON that matches it, and
-    records have the parsed `object`. `beam_width` is the number of beams in beam search, which does not detect
-    repetitions.
-
-    `prompts` is a list of texts, or of dicts with `name` and `prompt`. One record has an image's captions for all of
-    them, and `prompt` is the first of them. `n` captions are generated for each prompt; more than one needs a
-    temperature or beam search.
-
-    Videos are sampled at `video_fps` frames per second, 2 by default, or at `video_frames` frames in total, each with
-    at most `video_max_pixels`. With `clip_seconds`, longer videos are captioned as clips of this length. With
-    `animations_as_clips`, GIF, WebP, AVIF, APNG and TIFF files with several frames count as videos.
-
-    With `jpeg_draft`, large JPEGs are decoded at a reduced scale, which changes pixel values.
-
-    Captions that repeat themselves are ended, unless `stop_on_repetition` is false.
+    """Settings of one job that change captions; a run resumes an output only if the settings are equal.
 
     Resuming compares names, values and defaults of the fields with an existing output. A new field therefore needs a
     default that keeps the earlier behavior, and this default must never change. To rename or remove a field, raise
     `VERSION` in settings_file.py.
+
+    Args:
+        model: the model's name.
+        dtype, quantization, kv_cache_dtype, lora, chat_template: see `EngineConfig`.
+        system: system message.
+        prompt: prompt of the captions; that of videos says "video" instead of "image" if it is a preset.
+        prompts: several prompts, as texts or as dicts with `name` and `prompt`. One record has an image's captions for
+            all of them, and `prompt` is the first of them.
+        max_tokens: maximum length of a caption, -1 for none.
+        temperature: sampling temperature; 0 is greedy.
+        beam_width: beam search with this many beams, instead of greedy decoding; it does not detect repetitions.
+        n: captions per prompt; more than one needs temperature or beam_width.
+        seed: seed that makes sampled captions reproducible.
+        stop_on_repetition: end captions that repeat themselves, with finish_reason repetition.
+        min_pixels: enlarge smaller images to this area.
+        max_pixels: shrink larger images to this area, which is faster.
+        jpeg_draft: decode large JPEGs at a reduced scale, which is faster and changes pixel values.
+        schema: JSON schema of the captions, as a dict, as text or as a pydantic model; records have the parsed
+            `object`.
+        allow_special_tokens: treat special tokens in prompts, system message and contexts as control tokens instead of
+            text.
+        chat_template_kwargs: arguments of the chat template.
+        context_from: add the text of the file with this suffix beside each image, such as .txt with tags, to the
+            prompt.
+        context_mode: where the context goes: before or after the prompt.
+        prefix: text before every caption.
+        suffix: text after every caption.
+        trigger_word: write 'WORD, ' between prefix and caption.
+        video_fps: frames to sample per second, at least 4 in all; by default 2.
+        video_frames: frames to sample of each clip, an even number; instead of video_fps.
+        video_max_pixels: shrink larger frames to this area; by default 768 tokens for two frames, less for many frames.
+        clip_seconds: caption longer videos as clips of this length, with a record each.
+        animations_as_clips: treat GIF, WebP, AVIF, APNG and TIFF files with several frames as videos, not as images.
     """
 
     model: str = "bundled"
     dtype: str = "auto"
-    system: str | None = None
+    system: str | None = field(default=None, metadata=TEXT)
     prompt: str = DEFAULT_PROMPT
-    max_tokens: int = 256
+    max_tokens: int = field(default=256, metadata={"least": None})
     temperature: float = 0.0
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata={"least": None})
     min_pixels: int | None = None
     max_pixels: int | None = None
-    prefix: str = ""
-    suffix: str = ""
-    trigger_word: str | None = None
+    prefix: str = field(default="", metadata=TEXT)
+    suffix: str = field(default="", metadata=TEXT)
+    trigger_word: str | None = field(default=None, metadata={"metavar": "WORD"})
     quantization: str | None = None
     allow_special_tokens: bool = False
-    context_from: str | None = None
-    context_mode: str = "prepend"
+    context_from: str | None = field(default=None, metadata={"metavar": "SUFFIX"})
+    context_mode: str = field(default="prepend", metadata={"choices": MODES})
     chat_template_kwargs: dict[str, Any] | None = None
     video_fps: float | None = None
     video_frames: int | None = None
@@ -300,7 +313,7 @@ class CaptionSettings:
         return f"{self.prefix}{trigger}{text.strip()}{self.suffix}"
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(CaptionSettings)}
+_DEFAULTS = {one.name: one.default for one in dataclasses.fields(CaptionSettings)}
 
 
 @cache  # called for every image that is found

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 from mmvllm.captioning.errors import explained
 from mmvllm.captioning.jobs.endpoint_options import EndpointOptions, check_endpoint
 from mmvllm.captioning.jobs.ray_options import RayOptions
+from mmvllm.captioning.jobs.run_options import RunOptions
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
-from mmvllm.captioning.outputs.output import FORMATS, check_output
+from mmvllm.captioning.outputs.options import OutputOptions
+from mmvllm.captioning.outputs.output import check_output
 from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
-from mmvllm.captioning.sources.context import MODES as CONTEXT_MODES
 from mmvllm.captioning.sources.find import find_items
-from mmvllm.captioning.sources.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
 from mmvllm.cli.checks import check, print_bundled_notice
 from mmvllm.cli.common import (
     add_model_argument,
     add_template_argument,
     at_least_one,
-    seconds,
 )
 from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.progress import MODES, Display
@@ -39,23 +37,16 @@ from mmvllm.utils.text import parse_json
 if TYPE_CHECKING:
     from mmvllm.captioning.run import CaptionRun
 
-# Arguments that are passed to `caption_images` under the same names.
-PASSED_ON = (
-    *("system", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "prefix", "suffix", "trigger_word"),
-    "jpeg_draft",
-    "stop_on_repetition",
-    *("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips"),
-    *("context_from", "context_mode", "caption_extension", "schema", "n", "allow_special_tokens"),
-    "chat_template_kwargs",
-    *("beam_width", *ENGINE_SETTINGS, "output", "format", "output_dir", "overwrite", "append_anyway"),
-    "skip_existing",
-    *("retry_failed", "fail_fast", "limit", "shard", "workers", "worker_processes"),
-    *("image_timeout", "video_timeout", "ordered", "data_parallel_size"),
+# Fields of CaptionSettings that are options, in two groups.
+PROMPT_FIELDS = (
+    *("system", "max_tokens", "temperature", "beam_width", "n", "seed", "stop_on_repetition"),
+    *("min_pixels", "max_pixels", "jpeg_draft", "allow_special_tokens"),
+    *("context_from", "context_mode", "prefix", "suffix", "trigger_word"),
 )
-# Options that concern the output only.
-OUTPUT_OPTIONS = (
-    *("format", "output_dir", "overwrite", "append_anyway", "skip_existing", "retry_failed", "caption_extension"),
-)
+VIDEO_FIELDS = ("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips")
+# Fields of OutputOptions and of RunOptions that select images.
+SELECTION_FIELDS, RUN_SELECTION_FIELDS = ("skip_existing", "retry_failed"), ("limit", "shard", "fail_fast")
+PREPARATION_FIELDS = ("workers", "worker_processes", "image_timeout", "video_timeout")
 # Arguments of fields of EndpointOptions and of RayOptions.
 ENDPOINT_NAMES = {
     "url": "endpoint",
@@ -79,27 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_argument(parser)
     _add_prompt(parser.add_argument_group("prompt and sampling"))
-    _add_videos(parser.add_argument_group("videos"))
-    _add_output(parser.add_argument_group("output (without --output, captions are printed)"))
-    _add_selection(parser.add_argument_group("selection of images"))
-    parser.add_argument("--workers", type=at_least_one, metavar="N", help="number of threads that prepare images")
-    parser.add_argument(
-        "--worker-processes",
-        action="store_true",
-        help="prepare images in processes instead of threads: for many cores and a fast GPU",
-    )
-    for kind, value in (("image", DEFAULT_TIMEOUTS.image), ("video", DEFAULT_TIMEOUTS.video)):
-        parser.add_argument(
-            f"--{kind}-timeout",
-            type=seconds,
-            default=value,
-            metavar="S",
-            help=f"seconds in which each {kind} must be downloaded or read, and decoded; it fails otherwise (default: "
-            "%(default)g)",
-        )
+    add_options(parser.add_argument_group("videos"), CaptionSettings, VIDEO_FIELDS)
+    output = parser.add_argument_group("output (without --output, captions are printed)")
+    add_options(output, OutputOptions, exclude=SELECTION_FIELDS)
+    add_options(output, RunOptions, ("ordered",))
+    selection = parser.add_argument_group("selection of images")
+    add_options(selection, RunOptions, RUN_SELECTION_FIELDS, parsers={"shard": _shard})
+    add_options(selection, OutputOptions, SELECTION_FIELDS)
+    add_options(parser, RunOptions, PREPARATION_FIELDS)
     _add_engine(parser.add_argument_group("where to run"))
-    engine = parser.add_argument_group("engine")
-    add_options(engine, EngineConfig, exclude=("seed",), dtype="auto", kv_cache_dtype="auto")
+    add_options(parser.add_argument_group("engine"), EngineConfig, exclude=("seed",))
     parser.add_argument(
         "--progress",
         choices=MODES,
@@ -137,133 +117,8 @@ def _add_prompt(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="write captions as JSON that matches the JSON schema in this file; records have the parsed object",
     )
-    group.add_argument("--system", metavar="TEXT", help="system message")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="maximum length of a caption, -1 for none (default: %(default)s)",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0 is greedy (default: %(default)s)",
-    )
-    group.add_argument(
-        "--beam-width",
-        type=at_least_one,
-        metavar="N",
-        help="beam search with this many beams, instead of greedy decoding",
-    )
-    group.add_argument(
-        "--n",
-        type=at_least_one,
-        default=1,
-        metavar="N",
-        help="captions per prompt; more than one needs --temperature or --beam-width (default: %(default)s)",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="seed that makes sampled captions reproducible")
-    group.add_argument(
-        "--no-stop-on-repetition",
-        dest="stop_on_repetition",
-        action="store_false",
-        help="do not end captions that repeat themselves; by default, they end with finish_reason repetition",
-    )
-    group.add_argument("--min-pixels", type=at_least_one, metavar="N", help="enlarge smaller images to this area")
-    group.add_argument(
-        "--max-pixels", type=at_least_one, metavar="N", help="shrink larger images to this area, which is faster"
-    )
-    group.add_argument(
-        "--jpeg-draft",
-        action="store_true",
-        help="decode large JPEGs at a reduced scale, which is faster and changes pixel values",
-    )
-    group.add_argument(
-        "--allow-special-tokens",
-        action="store_true",
-        help="treat special tokens in prompts, system message and contexts as control tokens instead of text",
-    )
     add_template_argument(group)
-    group.add_argument(
-        "--context-from",
-        metavar="SUFFIX",
-        help="add the text of the file with this suffix beside each image, such as .txt with tags, to the prompt",
-    )
-    group.add_argument(
-        "--context-mode",
-        choices=CONTEXT_MODES,
-        default="prepend",
-        help="where the context goes: before or after the prompt (default: %(default)s)",
-    )
-    group.add_argument("--prefix", default="", metavar="TEXT", help="text before every caption")
-    group.add_argument("--suffix", default="", metavar="TEXT", help="text after every caption")
-    group.add_argument("--trigger-word", metavar="WORD", help="write 'WORD, ' between prefix and caption")
-
-
-def _add_videos(group: argparse._ArgumentGroup) -> None:
-    sampling = group.add_mutually_exclusive_group()
-    sampling.add_argument(
-        "--video-fps", type=_positive, metavar="F", help="frames to sample per second, at least 4 in all (default: 2)"
-    )
-    sampling.add_argument(
-        "--video-frames", type=at_least_one, metavar="N", help="frames to sample of each clip, an even number"
-    )
-    group.add_argument(
-        "--video-max-pixels",
-        type=at_least_one,
-        metavar="N",
-        help="shrink larger frames to this area (default: 768 tokens for two frames, less for many frames)",
-    )
-    group.add_argument(
-        "--clip-seconds",
-        type=seconds,
-        metavar="S",
-        help="caption longer videos as clips of this length, with a record each",
-    )
-    group.add_argument(
-        "--animations-as-clips",
-        action="store_true",
-        help="treat GIF, WebP, AVIF, APNG and TIFF files with several frames as videos, not as images",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, metavar="FILE", help="file for the records; the same command resumes it")
-    group.add_argument(
-        "--format",
-        choices=FORMATS,
-        help=f"{' and '.join(FILE_FORMATS)} write a file for each image in addition to the records (default: by the "
-        "suffix of --output, else jsonl)",
-    )
-    group.add_argument("--output-dir", type=Path, metavar="DIR", help="write caption files to DIR, in the same folders")
-    group.add_argument(
-        "--ordered", action="store_true", help="record images in the order in which they are found, not as they finish"
-    )
-    group.add_argument(
-        "--caption-extension", metavar="SUFFIX", help="suffix of txt's caption files, such as .caption (default: .txt)"
-    )
-    group.add_argument("--overwrite", action="store_true", help="replace the output and existing caption files")
-    group.add_argument(
-        "--append-anyway", action="store_true", help="append to an output that was written with other settings"
-    )
-
-
-def _add_selection(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--limit", type=at_least_one, metavar="N", help="caption at most N images that are not recorded yet"
-    )
-    group.add_argument(
-        "--shard",
-        type=_shard,
-        metavar="I/N",
-        help="caption the I-th of N parts of the images, 1/N to N/N; give all N runs the same PATH",
-    )
-    group.add_argument("--skip-existing", action="store_true", help="skip images whose caption file exists")
-    group.add_argument("--retry-failed", action="store_true", help="caption only images that are recorded as failed")
-    group.add_argument("--fail-fast", action="store_true", help="stop at the first failure")
+    add_options(group, CaptionSettings, PROMPT_FIELDS)
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -273,15 +128,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default="local",
         help="local: engines on this machine; ray: Ray Data with one engine per actor (default: %(default)s)",
     )
-    group.add_argument(
-        "--data-parallel-size",
-        type=_size,
-        default=1,
-        metavar="N",
-        help="engines on this machine, each in a process with --tensor-parallel-size CUDA devices or its part of the "
-        "CPU's threads, and each with its own limits, such as --cpu-kvcache-bytes; auto: as many as the CUDA "
-        "devices allow (default: %(default)s)",
-    )
+    add_options(group, RunOptions, ("data_parallel_size",), parsers={"data_parallel_size": _size})
     group.add_argument(
         "--endpoint",
         metavar="URL",
@@ -293,9 +140,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts, ray, endpoint = _prompts(args), _ray_options(args), _endpoint_options(args)
     args.schema = _schema(args)
-    _check(args, prompts)
+    settings = _prompts(args) | given_options(args, CaptionSettings, exclude=("model", "prompt", "prompts"))
+    outputs, options = given_options(args, OutputOptions), given_options(args, RunOptions)
+    ray, endpoint = _ray_options(args), _endpoint_options(args, settings | options)
+    _check(args, CaptionSettings(**settings), OutputOptions(**outputs))
     if endpoint is None:
         print_bundled_notice(args)
     from mmvllm.captioning.errors import JobError
@@ -307,8 +156,9 @@ def run(args: argparse.Namespace) -> int:
         engine_args=given_options(args, EngineConfig, exclude=SETTINGS),
         ray=ray,
         endpoint=endpoint,
-        **prompts,
-        **{name: getattr(args, name) for name in PASSED_ON},
+        **settings,
+        **outputs,
+        **options,
     )
     try:
         with job, stopping(job) as signals, Display(args.progress, job), own_stdout(args.executor) as out:
@@ -327,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         from mmvllm.captioning.outputs.report import write_report
 
         try:
-            title, timeouts = f"Captions in {job.output.path.name}", Timeouts(args.image_timeout, args.video_timeout)
+            title, timeouts = f"Captions in {job.output.path.name}", RunOptions(**options).timeouts
             write_report(args.report, job.output.journal.records(), summary, title, timeouts)
         except OSError as error:
             print(f"mmvllm caption: {args.report} cannot be written: {explained(error)}", file=sys.stderr)
@@ -337,14 +187,12 @@ def run(args: argparse.Namespace) -> int:
     return 3 if job.num_failed else 0
 
 
-def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
+def _check(args: argparse.Namespace, settings: CaptionSettings, outputs: OutputOptions) -> None:
     """Raise ValueError for wrong arguments, before torch is imported."""
     if args.endpoint is None:
         check(args)
     find_items(args.paths)  # refuses paths that do not exist
-    names = {field.name for field in fields(CaptionSettings)}.intersection(PASSED_ON)
-    settings = CaptionSettings(**prompts, **{name: getattr(args, name) for name in names})
-    check_output(settings, args.output, **{name: getattr(args, name) for name in OUTPUT_OPTIONS})
+    check_output(settings, outputs)
     if args.report is not None:
         from mmvllm.captioning.outputs.report import check_place
 
@@ -353,7 +201,7 @@ def _check(args: argparse.Namespace, prompts: dict[str, Any]) -> None:
             raise ValueError("--report shows the records; give --output too")
 
 
-def _endpoint_options(args: argparse.Namespace) -> EndpointOptions | None:
+def _endpoint_options(args: argparse.Namespace, options: dict[str, Any]) -> EndpointOptions | None:
     given = given_options(args, EndpointOptions, ENDPOINT_NAMES)
     if args.endpoint is None:
         if given:
@@ -361,16 +209,14 @@ def _endpoint_options(args: argparse.Namespace) -> EndpointOptions | None:
         return None
     if args.executor == "ray":
         raise ValueError("--executor ray makes engines itself; leave it out with --endpoint")
-    size = None if args.data_parallel_size == 1 else args.data_parallel_size
-    check_endpoint({"model": args.model, "worker_processes": args.worker_processes or None, "data_parallel_size": size})
-    check_endpoint(given_options(args, EngineConfig) | {"min_pixels": args.min_pixels, "jpeg_draft": args.jpeg_draft})
+    check_endpoint({"model": args.model} | given_options(args, EngineConfig) | options)
     return EndpointOptions(**given)
 
 
 def _ray_options(args: argparse.Namespace) -> RayOptions | None:
     given = given_options(args, RayOptions, RAY_NAMES)
     if args.executor == "ray":
-        if args.data_parallel_size != 1:
+        if args.data_parallel_size not in (None, 1):
             raise ValueError("--data-parallel-size is for --executor local; with Ray give --actors")
         if find_spec("ray") is None:
             raise ValueError("--executor ray needs Ray Data: pip install 'mmvllm[ray]'")
@@ -422,16 +268,6 @@ def _schema(args: argparse.Namespace) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = explained(error) if isinstance(error, OSError) else "it is not UTF-8"
         raise ValueError(f"--schema {args.schema} cannot be read: {reason}") from error
-
-
-def _positive(text: str) -> float:
-    """Parse a positive number, as an argparse type."""
-    try:
-        if 0 < (value := float(text)) < float("inf"):
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
 
 
 def _size(text: str) -> int | str:

@@ -6,8 +6,9 @@ An option that the user does not pass is None, so that the dataclass's default a
 import argparse
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
@@ -26,19 +27,23 @@ def add_options(
     only: Collection[str] | None = None,
     exclude: Collection[str] = (),
     names: Names = _SAME,
+    parsers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
     **defaults: Any,
 ) -> None:
     """Add an option for every field of a dataclass, or for those in `only`, except those in `exclude`.
 
-    `names` has the arguments of fields that are not called like their option. `defaults` are this command's defaults.
-    A field's metadata may have the "least" integer, None for none, and a "metavar".
+    `names` has the arguments of fields that are not called like their option, `parsers` the argparse types of fields
+    whose type does not determine them. `defaults` are this command's defaults. A field's metadata may have the "least"
+    integer, None for none, "choices", and a "metavar".
     """
     descriptions = _descriptions(cls, names)
     for field in fields(cls):
         if (only is None or field.name in only) and field.name not in exclude:
             default, option = defaults.get(field.name), option_name(names.get(field.name, field.name))
             text = f"{descriptions[field.name]}{_default_text(field, default)}".replace("%", "%%")
-            parser.add_argument(option, default=default, help=text, **_parsing(field))
+            parsing = {"type": parse} if (parse := parsers.get(field.name)) else _parsing(field)
+            metavar = {"metavar": field.metadata["metavar"]} if "metavar" in field.metadata else {}
+            parser.add_argument(option, default=default, help=text, **parsing | metavar)
 
 
 def given_options(
@@ -57,12 +62,11 @@ def listed_options(given: Iterable[str], names: Names = _SAME) -> str:
 def _parsing(field: Field) -> dict[str, Any]:
     """Return the arguments of `add_argument` that depend on a field's type."""
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not type(None)]
-    metavar = field.metadata.get("metavar")
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     if field.name == "max_model_len":
         return {"type": context_length, "metavar": "N"}
-    if choices := literal_choices(field.type):
+    if choices := field.metadata.get("choices") or literal_choices(field.type):
         return {"choices": [choice for choice in choices if choice is not None]}
     if int in kinds:
         parse = {None: int, 0: whole_number, 1: at_least_one}[field.metadata.get("least", 1)]
@@ -70,8 +74,8 @@ def _parsing(field: Field) -> dict[str, Any]:
     if float in kinds:
         return {"type": seconds, "metavar": "S"} if _IS_DURATION.search(field.name) else {"type": float, "metavar": "F"}
     if get_origin(field.type) is tuple:
-        return {"type": _comma_separated, "metavar": metavar}
-    return {"metavar": metavar or field.name.upper()} | ({"type": Path} if Path in kinds else {})
+        return {"type": _comma_separated}
+    return {"metavar": field.name.upper()} | ({"type": Path} if {Path, PathLike} & {*kinds} else {})
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
@@ -80,7 +84,7 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 
 def _default_text(field: Field, default: Any) -> str:
     value = field.default if default is None else default
-    if value in (None, MISSING, ()) or value is False:
+    if value in (None, MISSING, (), "") or value is False:
         return ""
     shown = "yes" if value is True else f"{value:g}" if isinstance(value, float) else value
     return f" (default: {shown})"

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 _ENGINE_FIELDS = frozenset(one.name for one in fields(EngineConfig))
 _NOT_SENT = ("min_pixels", "beam_width", "allow_special_tokens", "jpeg_draft")
-_DEFAULTS = dict.fromkeys(("dtype", "kv_cache_dtype"), "auto") | dict.fromkeys(_NOT_SENT[2:], False)  # others: None
+_DEFAULTS = {  # others: None
+    **dict.fromkeys(("dtype", "kv_cache_dtype"), "auto"),
+    **dict.fromkeys(("allow_special_tokens", "jpeg_draft", "worker_processes"), False),
+    "data_parallel_size": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)

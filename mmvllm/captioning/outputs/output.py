@@ -13,6 +13,7 @@ from mmvllm.captioning.outputs.atomic_write import check_regular
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS, CaptionFiles
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.options import FORMATS, RECORD_FORMATS, OutputOptions
 from mmvllm.captioning.outputs.restorer import Restorer
 from mmvllm.captioning.outputs.tables import write_csv, write_parquet
 from mmvllm.captioning.settings import CaptionSettings
@@ -21,8 +22,6 @@ from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
 
 TABLES = {"csv": write_csv, "parquet": write_parquet}
-RECORD_FORMATS = ("jsonl", *TABLES)
-FORMATS = (*RECORD_FORMATS, *FILE_FORMATS)
 DEFAULT_JOURNAL = "captions.jsonl"
 
 
@@ -70,38 +69,28 @@ class OutputFolder:
 
 
 class Output:
-    """Everything that a job writes; see `caption_images` for the arguments.
+    """Everything that a job writes.
 
     No existing file is changed before `begin`.
     """
 
-    def __init__(
-        self,
-        settings: CaptionSettings,
-        path: Path | None,
-        format: str | None = None,
-        output_dir: Path | None = None,
-        overwrite: bool = False,
-        append_anyway: bool = False,
-        skip_existing: bool = False,
-        retry_failed: bool = False,
-        caption_extension: str | None = None,
-    ):
+    def __init__(self, settings: CaptionSettings, options: OutputOptions):
         self._settings = settings
-        options = (overwrite, append_anyway, skip_existing, retry_failed, caption_extension)
-        self.path, self.format = path, check_output(settings, path, format, output_dir, *options)
+        self.path, self.format = options.path, check_output(settings, options)
         self.files = None
         self._unwritten: list[dict] = []  # records whose caption files are not written yet
         if self.format in FILE_FORMATS:
-            self.files = CaptionFiles(self.format, output_dir, overwrite, skip_existing, caption_extension)
-            self.path = path or (output_dir or Path()) / DEFAULT_JOURNAL
-        self._folder = OutputFolder(output_dir)
+            self.files = CaptionFiles(
+                self.format, options.folder, options.overwrite, options.skip_existing, options.caption_extension
+            )
+            self.path = self.path or (options.folder or Path()) / DEFAULT_JOURNAL
+        self._folder = OutputFolder(options.folder)
         self.journal = self._restorer = None
         if self.path is None:
             return
         self._folder.make()
         try:
-            self.journal = Journal(self._journal_path(), settings, overwrite, append_anyway)
+            self.journal = Journal(self._journal_path(), settings, options.overwrite, options.append_anyway)
         except BaseException:
             self._folder.remove_if_new()
             raise
@@ -194,31 +183,21 @@ class Output:
         return _journal_of(self.path) if self.format in TABLES else self.path
 
 
-def check_output(
-    settings: CaptionSettings,
-    path: Path | None,
-    format: str | None = None,
-    output_dir: Path | None = None,
-    overwrite: bool = False,
-    append_anyway: bool = False,
-    skip_existing: bool = False,
-    retry_failed: bool = False,
-    caption_extension: str | None = None,
-) -> str:
-    """Return the format of an output with these arguments; raises ArgumentError for incompatible arguments."""
-    format = format or _format_of(path)
-    _check(path, format, output_dir, overwrite, skip_existing)
-    if caption_extension is not None:
-        _check_extension(caption_extension, format)
-    if overwrite and (skip_existing or retry_failed):
+def check_output(settings: CaptionSettings, options: OutputOptions) -> str:
+    """Return the format of an output with these options; raises ArgumentError for incompatible ones."""
+    format = options.format or _format_of(options.path)
+    _check(options, format)
+    if options.caption_extension is not None:
+        _check_extension(options.caption_extension, format)
+    if options.overwrite and (options.skip_existing or options.retry_failed):
         raise ArgumentError(
             "{overwrite} starts over, with nothing to skip or to try again; do not combine it with {skip_existing} "
             "or {retry_failed}"
         )
     if format in FILE_FORMATS:
-        _check_context(caption_extension or FILE_FORMATS[format][0], output_dir, settings.context_from)
-    elif path is None:
-        _check_unrecorded(overwrite=overwrite, append_anyway=append_anyway, retry_failed=retry_failed)
+        _check_context(options.caption_extension or FILE_FORMATS[format][0], options.folder, settings.context_from)
+    elif options.output is None:
+        _check_unrecorded(options)
     return format
 
 
@@ -236,7 +215,8 @@ def _format_of(path: Path | None) -> str:
     )
 
 
-def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: bool, skip_existing: bool) -> None:
+def _check(options: OutputOptions, format: str) -> None:
+    path, output_dir = options.path, options.folder
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if path is not None and not (os.path.isdir(path.parent) or path.parent == output_dir):
@@ -250,12 +230,12 @@ def _check(path: Path | None, format: str, output_dir: Path | None, overwrite: b
     if output_dir is not None and os.path.isdir(output_dir) and not os.access(output_dir, os.W_OK | os.X_OK):
         raise ArgumentError("{output_dir} {path} is not writable", path=output_dir)
     if format not in FILE_FORMATS:
-        for name, value in (("output_dir", output_dir), ("skip_existing", skip_existing)):
-            if value:
+        for name in ("output_dir", "skip_existing"):
+            if getattr(options, name):
                 names = ", ".join(FILE_FORMATS)
                 raise ArgumentError(f"{{{name}}} needs a format with caption files ({names}), got {format}")
     if format in TABLES:
-        _check_table(path, format, overwrite)
+        _check_table(path, format, options.overwrite)
 
 
 def _check_extension(extension: str, format: str) -> None:
@@ -273,9 +253,9 @@ def _check_context(suffix: str, output_dir: Path | None, context_from: str | Non
         )
 
 
-def _check_unrecorded(**options: bool) -> None:
-    for name, value in options.items():
-        if value:
+def _check_unrecorded(options: OutputOptions) -> None:
+    for name in ("overwrite", "append_anyway", "retry_failed"):
+        if getattr(options, name):
             raise ArgumentError(f"{{{name}}} concerns existing records; give {{output}} too")
 
 

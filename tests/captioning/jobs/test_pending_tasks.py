@@ -9,6 +9,7 @@ import pytest
 from mmvllm.captioning import CaptionSettings
 from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection, clips_of
 from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.sources.items import Item
@@ -105,7 +106,7 @@ def test_headers_are_read_as_tasks_are_taken(videos, tmp_path, monkeypatch):
     read = []
     info = ItemLoader.info
     monkeypatch.setattr(ItemLoader, "info", lambda self, item: read.append(Path(item.path).name) or info(self, item))
-    out = Output(CUT, tmp_path / "out.jsonl")
+    out = Output(CUT, OutputOptions(output=tmp_path / "out.jsonl"))
     out.begin()
     tasks = iter(PendingTasks(CUT, Selection([videos]), out, Progress(), ItemLoader()))
     next(tasks)

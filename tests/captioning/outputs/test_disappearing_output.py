@@ -13,6 +13,7 @@ from mmvllm.captioning import CaptionSettings, JobError
 from mmvllm.captioning.errors import explained
 from mmvllm.captioning.outputs import journal as journal_module
 from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.sources.items import Item
@@ -65,7 +66,7 @@ def test_a_changed_output_is_an_error_that_names_what_is_lost(change, moment, tm
     make, message = CHANGES[change]
     path = tmp_path / "folder/out.jsonl"
     path.parent.mkdir()
-    output = Output(SETTINGS, path)
+    output = Output(SETTINGS, OutputOptions(output=path))
     output.begin()
     for name in "ab":
         output.write(record(name))
@@ -80,7 +81,7 @@ def test_a_changed_output_is_an_error_that_names_what_is_lost(change, moment, tm
 
 def test_caption_files_of_lost_records_are_not_written(here, monkeypatch):
     (here / "texts").mkdir()
-    out = Output(SETTINGS, here / "out.jsonl", "txt", here / "texts")
+    out = Output(SETTINGS, OutputOptions(output=here / "out.jsonl", format="txt", output_dir=here / "texts"))
     out.begin()
     out.write(record("a", file=str(here / "texts/a.txt")))
     monkeypatch.setattr(journal_module, "SYNC_SECONDS", 60.0)
@@ -119,7 +120,9 @@ def test_a_removed_output_folder_is_an_error_and_the_next_run_writes_all_files(h
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_caption_files_that_are_deleted_during_the_run_are_written_again(is_beside, here, caplog):
     folder = Path("images" if is_beside else "texts")
-    output = Output(SETTINGS, here / "out.jsonl", "txt", None if is_beside else folder)
+    output = Output(
+        SETTINGS, OutputOptions(output=here / "out.jsonl", format="txt", output_dir=None if is_beside else folder)
+    )
     output.begin()
     for name, place in (("a", "a"), ("b", "deep/b")):
         item, key = Item(f"images/{place}.png", f"{place}.png", f"images/{place}.png"), f"{ord(name):032x}"
@@ -161,7 +164,7 @@ def test_an_error_of_the_operating_system_is_a_sentence(number, here, monkeypatc
     assert str(raised.value) == f"{here}/out.jsonl cannot be opened for writing: {reason}"
     with monkeypatch.context() as patch, pytest.raises(ArgumentError, match=f"texts cannot be made: {reason}"):
         patch.setattr(Path, "mkdir", fails)
-        Output(SETTINGS, here / "out.jsonl", "txt", Path("texts"))
+        Output(SETTINGS, OutputOptions(output=here / "out.jsonl", format="txt", output_dir="texts"))
     journal = Journal(here / "out.jsonl", SETTINGS)
     journal.append(record("a"))
     for called in ("write", "fsync"):

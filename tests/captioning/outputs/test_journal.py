@@ -14,6 +14,7 @@ from mmvllm.captioning.outputs import journal as journal_module
 from mmvllm.captioning.outputs import record as record_module
 from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.outputs.settings_file import VERSION
@@ -116,7 +117,7 @@ def test_a_record_with_a_value_of_another_type_is_refused_with_its_line(name, va
     path = tmp_path / "out.csv.journal.jsonl" if format == "csv" else out
     write(path, record("a.png"))
     path.write_text(path.read_text() + json.dumps(record("b.png") | {name: value}) + "\n")
-    output = Output(SETTINGS, out, format)
+    output = Output(SETTINGS, OutputOptions(output=out, format=format))
     with pytest.raises(ArgumentError, match="line 2 is not a record of a caption"):
         output.begin()
     output.close()

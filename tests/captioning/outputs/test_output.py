@@ -15,7 +15,7 @@ from mmvllm.captioning import caption_images
 from mmvllm.captioning.jobs.pending_tasks import Selection
 from mmvllm.captioning.outputs import tables
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
-from mmvllm.captioning.outputs.output import FORMATS
+from mmvllm.captioning.outputs.options import FORMATS
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.errors import ArgumentError
 from tests.helpers.engine.requests import noise_image

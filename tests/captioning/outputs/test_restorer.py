@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmvllm.captioning import CaptionSettings
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from tests.helpers.captioning.pending_tasks import left, opened, record_all
 
@@ -38,15 +39,15 @@ def test_below_the_output_folder_files_are_restored_with_their_folders(lost, her
 
 def test_the_output_folder_is_made_and_left_only_if_something_is_in_it(here):
     nested = {"format": "txt", "output_dir": Path("new/texts")}
-    Output(SETTINGS, None, **nested).close()
+    Output(SETTINGS, OutputOptions(**nested)).close()
     assert not Path("new/texts").exists()
     record_all(SETTINGS, "images", output=None, **nested)
     assert texts(here / "new/texts") == BOTH and Path("new/texts/captions.jsonl").exists()
     Path("file").touch()
     with pytest.raises(ValueError, match="output_dir file is not a folder; choose another"):
-        Output(SETTINGS, None, "txt", Path("file"))
+        Output(SETTINGS, OutputOptions(format="txt", output_dir="file"))
     with pytest.raises(ValueError, match=r"output_dir file/sub cannot be made: Not a directory"):
-        Output(SETTINGS, None, "txt", Path("file/sub"))
+        Output(SETTINGS, OutputOptions(format="txt", output_dir="file/sub"))
     assert not Path("file").is_dir()
 
 

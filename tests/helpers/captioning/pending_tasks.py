@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mmvllm.captioning.jobs.pending_tasks import PendingTasks, Selection
 from mmvllm.captioning.jobs.progress import Progress
+from mmvllm.captioning.outputs.options import OutputOptions
 from mmvllm.captioning.outputs.output import Output
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.captioning.settings import CaptionSettings
@@ -15,7 +16,7 @@ from mmvllm.captioning.sources.loading import ItemLoader
 @contextmanager
 def opened(settings: CaptionSettings, *paths, output: Path | None, retry_failed: bool = False, **options):
     """The output and the tasks of a run; they are not recorded."""
-    out = Output(settings, output, retry_failed=retry_failed, **options)
+    out = Output(settings, OutputOptions(output=output, retry_failed=retry_failed, **options))
     try:
         out.begin()
         with closing(ItemLoader()) as loader:
