@@ -101,8 +101,8 @@ def test_a_run_that_is_interrupted_within_a_video_is_resumed(start, tmp_path, ou
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--video-fps", "2", "--video-frames", "8"], "--video-frames: not allowed with argument --video-fps"),
-        (["--video-fps", "0"], "'0' is not a number above 0"),
+        (["--video-fps", "2", "--video-frames", "8"], "give either --video-fps or --video-frames"),
+        (["--video-fps", "0"], "--video-fps must be a number above 0 and at most 1000, got 0.0"),
         (["--video-fps", "2000"], "--video-fps must be a number above 0 and at most 1000, got 2000.0"),
         (["--clip-seconds", "-1"], "--clip-seconds"),
         (["--video-max-pixels", "0"], "--video-max-pixels"),
