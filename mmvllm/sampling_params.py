@@ -51,7 +51,7 @@ WITH_BEAM_SEARCH = frozenset(
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the checkpoint's `defaults`; sampling defaults do not apply to beam search."""
+    """Fill in the checkpoint's `defaults`; to beam search only those apply that it supports."""
     if given.get("beam_width") is not None:
         defaults = {name: value for name, value in defaults.items() if name in WITH_BEAM_SEARCH}
     return {**defaults, **given}

@@ -29,7 +29,8 @@ class ServerSettings:
         max_body_bytes: maximum size of a request body; by default 33554432, and if the checkpoint takes videos also the
             size of one of the largest videos as a data: URI.
         body_timeout: seconds for receiving a request body.
-        max_bodies_bytes: maximum size of all request bodies, and fetched images and videos, held at a time.
+        max_bodies_bytes: maximum size of all request bodies, fetched images and videos, and unread responses, held at a
+            time.
         media: the sources from which images and videos may be read, and their size limits.
         media_names: names of the fields of `media` in error messages, such as command-line options.
         max_stored_bytes: memory for the responses that are stored for previous_response_id, each with its whole
