@@ -220,8 +220,8 @@ def test_the_server_takes_a_field(name, request_):
 def test_captions_have_an_option_for_a_field(name):
     parser = argparse.ArgumentParser()
     caption.add_arguments(parser)
-    is_there = name in {action.dest for action in parser._actions} and name in caption.PASSED_ON
-    what = "an option and PASSED_ON (and to CaptionSettings in mmvllm/captioning/settings.py)"
+    is_there = name in {action.dest for action in parser._actions}
+    what = "PROMPT_FIELDS (and to CaptionSettings in mmvllm/captioning/settings.py)"
     message = missing(name, "mmvllm/cli/caption.py", what, "NOT_ON_THE_COMMAND_LINE")
     assert is_there or name in NOT_ON_THE_COMMAND_LINE, message
 
