@@ -165,7 +165,7 @@ class Sessions:
             await self.engine.abort(request_id)
 
     async def end(self, session_id: str) -> None:
-        """Abort the request of a visitor who has left, and remove the session after `RELOAD_SECONDS`.
+        """Abort the request of a visitor who has left; remove the session after `RELOAD_SECONDS` unless a tab is open.
 
         A reloaded tab is a new session, which claims the files that its browser names before they are removed.
         """
@@ -228,7 +228,7 @@ class Sessions:
     async def answer(self, session: Session, turn: Turn, options: Options) -> AsyncGenerator[None, None]:
         """Add a turn and generate its answer, yielding whenever the page has to be updated.
 
-        Raises the errors of `AsyncLLM.generate`; the turn is removed if its answer is empty.
+        Raises the errors of `AsyncLLM.generate`; the turn is then removed if it has no answer yet.
         """
         session.turns.append(turn)
         session.request_id = request_id = f"demo-{uuid.uuid4().hex}"

@@ -147,8 +147,8 @@ class AsyncLLM:
             A single engine with a `tensor_parallel_size` above 1 also runs in processes and is restarted.
         release_after: seconds without requests after which the weights and caches are freed. The next request waits
             until the model is reloaded from its files. The results of random sampling do not change.
-        trusts_grammars: False if untrusted clients write the grammars of `SamplingParams.structured`: a separate
-            process compiles each new grammar first, which is refused if it takes too much time or memory.
+        trusts_grammars: False if untrusted clients write the grammars of `SamplingParams.structured`: each new one is
+            compiled in a separate process first, and refused if this takes too much time or memory.
 
     Use it as `async with AsyncLLM(...) as engine`, or call `shutdown` at the end.
     """
@@ -203,7 +203,7 @@ class AsyncLLM:
         self._limited: weakref.WeakSet[_Stream] = weakref.WeakSet()  # with `limits_unread`, also after their end
         self._num_unread = 0  # an upper bound on their unread bytes; `_drop_unread` makes it exact
         self._preparation = PreparationQueue(self._changed, self._num_waiting_bytes)
-        # Slow grammars have a separate thread, so that other grammars do not wait for them.
+        # Slow untrusted grammars have a separate thread, so that other grammars do not wait for them.
         self._grammars, self._slow_grammars = (ThreadPoolExecutor(n, "mmvllm-grammar") for n in (2, 1))
         if not trusts_grammars:
             engine.grammars.distrust()
@@ -294,7 +294,7 @@ class AsyncLLM:
     async def _with_grammar(
         self, request: Request | Callable[[], Awaitable[Request]], structured: StructuredOutputsParams
     ) -> Request:
-        """Return the request once its grammar is compiled in a separate thread, where no other request waits."""
+        """Return the request once its grammar is compiled, in threads where only requests with grammars wait."""
         run, check = asyncio.get_running_loop().run_in_executor, self._engine.grammars.check
         try:
             await run(self._grammars, partial(check, structured, is_quick=True))
@@ -468,7 +468,7 @@ class AsyncLLM:
             fetched = await request()
             _check_fetched(fetched)
             self._queue(stream, fetched, *rest)
-        except Exception as error:  # an error of the caller's function; `generate` raises it
+        except Exception as error:  # of the caller's function, or about its request; `generate` raises it
             self._end(stream, error)
         except BaseException as error:  # cancelled by others: `generate` would wait forever
             self._end(stream, RequestFailed(f"the request could not be fetched: {type(error).__name__}"))

@@ -3,9 +3,9 @@
     request ── RequestPreparer.prepare, in a worker ── EngineInput ── admission window ── engine
 
 Preparation runs ahead of the engine within limits: a number of requests, and `MAX_BYTES` for the media of waiting
-requests, beyond which no new request begins. `LLM` prepares an iterable (`Prefetcher`), and `AsyncLLM` prepares single
-requests (`PreparationQueue`). Workers are threads, since Pillow, numpy and torch release the GIL in their loops. A
-thread may delegate its work to a process (`WorkerPool`).
+requests, beyond which no preparation begins, except of text in `AsyncLLM`. `LLM` prepares an iterable (`Prefetcher`),
+and `AsyncLLM` prepares single requests (`PreparationQueue`). Workers are threads, since Pillow, numpy and torch
+release the GIL in their loops. A thread may delegate its work to a process (`WorkerPool`).
 """
 
 import threading
@@ -259,7 +259,7 @@ class PreparationQueue:
         self._lock, self._num_waiting_bytes = lock, num_waiting_bytes
         self._queued: dict[Kind, dict[Hashable, Callable[[], None]]] = {"image": {}, "video": {}}
         self._num_preparing: Counter[Kind] = Counter()
-        self._pool = _worker_threads(2 * NUM_WORKERS + 1)  # one more than media may use: text never waits
+        self._pool = _worker_threads(2 * NUM_WORKERS + 1)  # one more than media may use: text never waits for media
 
     @property
     def num_queued(self) -> int:

@@ -13,7 +13,7 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 def as_lark(grammar: str, param: str) -> str:
     """Convert a GBNF grammar, whose first rule is `root`, to Lark; return a Lark grammar unchanged.
 
-    Raises RequestError if the GBNF grammar cannot be read.
+    Raises RequestError if the GBNF grammar cannot be converted.
     """
     if not _IS_GBNF.search(grammar) or _IS_LARK.search(grammar):
         return grammar

@@ -308,7 +308,7 @@ def _check_products(schema: dict[str, Any]) -> None:
 
 
 def _num_remainders(value: float) -> int:
-    """Estimate the lexer states that remainders take; the last digits determine factors of 2 and 5."""
+    """Estimate the lexer states that remainders take; those for factors of 2 and 5 depend on the last digits only."""
     digits = int("".join(map(str, Decimal(str(value)).as_tuple().digits)))
     while digits % 10 == 0:
         digits //= 10

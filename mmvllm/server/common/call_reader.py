@@ -10,7 +10,7 @@ from mmvllm.utils.text import with_whole_characters
 
 @dataclass(frozen=True, slots=True)
 class CustomCall:
-    """A complete call of a custom tool; `index` is its position among the calls of the completion."""
+    """A complete call of a custom tool; `index` is its position among the calls of the completion, from 0."""
 
     index: int
     name: str

@@ -67,7 +67,7 @@ class Serving:
             return await self.engine.tokenize(request, timeout=self.settings.request_timeout, load=load)
 
     def model_of(self, name: str | None, priority: int | None) -> tuple[str, dict[str, Any]]:
-        """Return the name of the requested model, and the keys that the engine's requests need for it."""
+        """Return the name of the requested model, and the keys of engine requests for its adapter and the priority."""
         model, adapter = self.models.find(name)
         keys = {"priority": priority, "lora_request": adapter}
         if priority and self.settings.scheduling_policy != "priority":

@@ -41,7 +41,7 @@ REQUEST_HISTOGRAMS: Histograms[RequestOutput] = {
     "request_queue_time_seconds": (
         lambda out: out.metrics.time_in_queue,
         SECONDS,
-        "Time from the preparation of a request until it is first scheduled.",
+        "Time from the end of a request's preparation until it is first scheduled.",
     ),
     "request_prefill_time_seconds": (
         lambda out: out.metrics.prefill_time,

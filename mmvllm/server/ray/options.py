@@ -12,8 +12,8 @@ class RayServeOptions:
     Args:
         address: address of a Ray cluster: auto, HOST:PORT or ray://...; local starts Ray on this machine.
         min_replicas: minimum number of replicas, each with one engine; needs max_replicas.
-        max_replicas: maximum number of replicas, which Ray adds when more than max_num_seqs requests are in flight on
-            each.
+        max_replicas: maximum number of replicas, which Ray adds when more requests are in flight on each than
+            max_num_seqs, or than 64 if it is not given.
         cpus_per_replica: CPU cores, and torch threads, of each replica.
         session_affinity: route requests with the same header x-session-id to the same replica, whose cache has their
             prefix.
