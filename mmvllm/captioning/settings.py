@@ -319,10 +319,12 @@ _DEFAULTS = {one.name: one.default for one in dataclasses.fields(CaptionSettings
 @cache  # called for every image that is found
 def _fingerprint(settings: CaptionSettings) -> str:
     changed = {name: value for name, value in dataclasses.asdict(settings).items() if value != _DEFAULTS[name]}
-    for name, value in changed.items():
-        if isinstance(value, float) and value.is_integer():
-            changed[name] = int(value)  # equal values have equal fingerprints
-    return _digest(json.dumps(changed, sort_keys=True))[:16]
+    equal = json.loads(json.dumps(changed), parse_float=_number)  # equal numbers have equal fingerprints
+    return _digest(json.dumps(equal, sort_keys=True))[:16]
+
+
+def _number(text: str) -> int | float:
+    return int(value) if (value := float(text)).is_integer() else value
 
 
 def _digest(text: str) -> str:

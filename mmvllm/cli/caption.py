@@ -23,11 +23,7 @@ from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
 from mmvllm.cli.checks import check, print_bundled_notice
-from mmvllm.cli.common import (
-    add_model_argument,
-    add_template_argument,
-    at_least_one,
-)
+from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one
 from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.config import EngineConfig
@@ -202,7 +198,7 @@ def _check(args: argparse.Namespace, settings: CaptionSettings, outputs: OutputO
 
 
 def _endpoint_options(args: argparse.Namespace, options: dict[str, Any]) -> EndpointOptions | None:
-    given = given_options(args, EndpointOptions, ENDPOINT_NAMES)
+    given = given_options(args, EndpointOptions, names=ENDPOINT_NAMES)
     if args.endpoint is None:
         if given:
             raise ValueError(f"{listed_options(given, ENDPOINT_NAMES)} needs --endpoint")
@@ -214,7 +210,7 @@ def _endpoint_options(args: argparse.Namespace, options: dict[str, Any]) -> Endp
 
 
 def _ray_options(args: argparse.Namespace) -> RayOptions | None:
-    given = given_options(args, RayOptions, RAY_NAMES)
+    given = given_options(args, RayOptions, names=RAY_NAMES)
     if args.executor == "ray":
         if args.data_parallel_size not in (None, 1):
             raise ValueError("--data-parallel-size is for --executor local; with Ray give --actors")

@@ -87,12 +87,11 @@ def run(args: argparse.Namespace) -> int:
         **given_options(args, EngineConfig),
     )
     print_sampling_defaults(args, engine.sampling_defaults)
-    given = {name: value for name, value in given_options(args, DemoSettings).items() if name in GENERATED}
     settings = DemoSettings(
         policy,
         uses_generation_config=args.generation_config == "auto",
         chat_template_kwargs=args.chat_template_kwargs or {},
-        **given,
+        **given_options(args, DemoSettings, GENERATED),
     )
     # Gradio creates the server of a launched page. Its default protocol accepts heads of any size for any time, and the
     # server would log what clients send as warnings.

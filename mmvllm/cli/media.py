@@ -31,8 +31,7 @@ def add_media_options(group: argparse._ArgumentGroup, only: Collection[str] = SO
 
 def media_policy(args: argparse.Namespace) -> MediaPolicy:
     """Return the policy for the parsed options; raise ValueError that names an option with an invalid value."""
-    given = given_options(args, MediaPolicy, NAMES)
     try:
-        return MediaPolicy(**{name: value for name, value in given.items() if name in OPTIONS})
+        return MediaPolicy(**given_options(args, MediaPolicy, OPTIONS, names=NAMES))
     except ArgumentError as error:
         raise ValueError(error.format(OPTIONS.get)) from None

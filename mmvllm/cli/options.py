@@ -37,26 +37,35 @@ def add_options(
     integer, None for none, "choices", and a "metavar".
     """
     descriptions = _descriptions(cls, names)
-    for field in fields(cls):
-        if (only is None or field.name in only) and field.name not in exclude:
-            default, option = defaults.get(field.name), option_name(names.get(field.name, field.name))
-            text = f"{descriptions[field.name]}{_default_text(field, default)}".replace("%", "%%")
-            parsing = {"type": parse} if (parse := parsers.get(field.name)) else _parsing(field)
-            metavar = {"metavar": field.metadata["metavar"]} if "metavar" in field.metadata else {}
-            parser.add_argument(option, default=default, help=text, **parsing | metavar)
+    for field in _chosen(cls, only, exclude):
+        default, option = defaults.get(field.name), option_name(names.get(field.name, field.name))
+        text = f"{descriptions[field.name]}{_default_text(field, default)}".replace("%", "%%")
+        parsing = {"type": parse} if (parse := parsers.get(field.name)) else _parsing(field)
+        metavar = {"metavar": field.metadata["metavar"]} if "metavar" in field.metadata else {}
+        parser.add_argument(option, default=default, help=text, **parsing | metavar)
 
 
 def given_options(
-    args: argparse.Namespace, cls: type, names: Names = _SAME, exclude: Collection[str] = ()
+    args: argparse.Namespace,
+    cls: type,
+    only: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    names: Names = _SAME,
 ) -> dict[str, Any]:
-    """Return the fields of a dataclass that the user has set by options."""
-    values = {field.name: getattr(args, names.get(field.name, field.name), None) for field in fields(cls)}
-    return {name: value for name, value in values.items() if value is not None and name not in exclude}
+    """Return the fields of a dataclass that the user has set, by the options of `add_options`."""
+    given = {
+        field.name: getattr(args, names.get(field.name, field.name), None) for field in _chosen(cls, only, exclude)
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def listed_options(given: Iterable[str], names: Names = _SAME) -> str:
     """Return the options of these fields, for a message."""
     return ", ".join(option_name(names.get(name, name)) for name in given)
+
+
+def _chosen(cls: type, only: Collection[str] | None, exclude: Collection[str]) -> list[Field]:
+    return [field for field in fields(cls) if (only is None or field.name in only) and field.name not in exclude]
 
 
 def _parsing(field: Field) -> dict[str, Any]:

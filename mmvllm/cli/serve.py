@@ -209,7 +209,7 @@ def _settings(
         uses_generation_config=args.generation_config == "auto",
         lora_modules=modules,
         log_requests=args.log_requests,
-        **{name: value for name, value in given_options(args, ServerSettings).items() if name in GENERATED},
+        **given_options(args, ServerSettings, GENERATED),
     )
 
 

@@ -367,6 +367,8 @@ def test_the_fingerprint_of_settings_is_stable():
     sampled = CaptionSettings(temperature=1, seed=0)
     assert sampled.fingerprint == CaptionSettings(temperature=1.0, seed=0).fingerprint
     assert sampled.fingerprint != CaptionSettings(temperature=1.5, seed=0).fingerprint
+    kwargs = [CaptionSettings(chat_template_kwargs={"a": [number]}).fingerprint for number in (2, 2.0, 2.5)]
+    assert kwargs[0] == kwargs[1] != kwargs[2]
 
 
 @NEEDS_8_BITS

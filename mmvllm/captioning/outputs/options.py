@@ -5,8 +5,9 @@ from os import PathLike
 from pathlib import Path
 
 from mmvllm.captioning.outputs.caption_files import FILE_FORMATS
+from mmvllm.captioning.outputs.tables import TABLES
 
-RECORD_FORMATS = ("jsonl", "csv", "parquet")
+RECORD_FORMATS = ("jsonl", *TABLES)
 FORMATS = (*RECORD_FORMATS, *FILE_FORMATS)
 
 

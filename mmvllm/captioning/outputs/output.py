@@ -15,13 +15,12 @@ from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.options import FORMATS, RECORD_FORMATS, OutputOptions
 from mmvllm.captioning.outputs.restorer import Restorer
-from mmvllm.captioning.outputs.tables import write_csv, write_parquet
+from mmvllm.captioning.outputs.tables import TABLES
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.context import check_suffix
 from mmvllm.captioning.sources.items import Item
 from mmvllm.errors import ArgumentError
 
-TABLES = {"csv": write_csv, "parquet": write_parquet}
 DEFAULT_JOURNAL = "captions.jsonl"
 
 

@@ -39,6 +39,9 @@ def write_parquet(path: Path, records: Iterable[dict], of_captions: Sequence[str
             table.write_table(pa.Table.from_pylist(group, schema))
 
 
+TABLES = {"csv": write_csv, "parquet": write_parquet}  # by format
+
+
 def _groups(rows: Iterable[dict]) -> Iterator[list[dict]]:
     """Yield groups of rows of limited size, because a caption may have millions of characters."""
     group, num_characters = [], 0
