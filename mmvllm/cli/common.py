@@ -23,9 +23,7 @@ def option_name(name: str) -> str:
 
 def at_least_one(text: str) -> int:
     """Parse a number of at least one, as an argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return _integer(text, 1)
 
 
 def context_length(text: str) -> int | None:
@@ -125,4 +123,10 @@ def print_sampling_defaults(args: argparse.Namespace, defaults: Mapping[str, Any
 
 def whole_number(text: str) -> int:
     """Parse a number of at least zero, as an argparse type."""
-    return 0 if text == "0" else at_least_one(text)
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)

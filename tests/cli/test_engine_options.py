@@ -96,3 +96,12 @@ def test_a_wrong_value_is_wrong_usage(given, message, capsys):
     with pytest.raises(SystemExit):
         parser_of("serve").parse_args(given)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "least"), [("--max-stored-bytes", 0), ("--max-images", 1)])
+def test_a_number_below_the_least_is_refused_with_the_least(option, least, capsys):
+    parser = parser_of("serve")
+    assert parser.parse_args([option, str(least)])
+    with pytest.raises(SystemExit):
+        parser.parse_args([option, str(least - 1)])
+    assert f"is not a whole number of at least {least}" in capsys.readouterr().err
