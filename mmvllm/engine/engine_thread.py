@@ -6,21 +6,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
 from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
-from mmvllm.engine.output_processor import DeltaStream
+from mmvllm.engine.request_batch import BEGUN, Event, RequestBatch, Started
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import EngineFailed, RequestFailed, first_line
 from mmvllm.inputs import EngineInput
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from mmvllm.processes.ranks import RanksFailed
 from mmvllm.sampling_params import SamplingParams
-from mmvllm.scheduler.sequence import SequenceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +78,6 @@ class Receiver(Protocol):
     ended: Future[None]  # done when no more deltas are wanted
 
 
-class Started(Enum):
-    """`BEGUN` is the first event of a request that the engine has begun to compute."""
-
-    BEGUN = "begun"
-
-
-BEGUN = Started.BEGUN
 Item = Delta | Exception | Started
 RequestEvent = tuple[Receiver, Item]
 
@@ -94,27 +85,6 @@ RequestEvent = tuple[Receiver, Item]
 def is_last(item: Item) -> bool:
     """Return whether a request ends with this item."""
     return isinstance(item, Exception) or (item is not BEGUN and item.output is not None)
-
-
-class _Tracked:
-    """A request in the engine."""
-
-    def __init__(self, receiver: Receiver, stream: DeltaStream):
-        self.group, self._receiver, self._stream = stream.group, receiver, stream
-        self.has_begun = False
-
-    def begins(self) -> bool:
-        """Update and return whether the request has begun."""
-        # The first sequence begins first, so this is cheap even for many waiting requests.
-        self.has_begun = self.group.seqs[0].status is not SequenceStatus.WAITING
-        return self.has_begun
-
-    def events(self) -> list[RequestEvent]:
-        """Return the new deltas, or an error if the request failed."""
-        output = self.group.output
-        if output is not None and output.error is not None:
-            return [(self._receiver, output.exception or RequestFailed(output.error))]
-        return [(self._receiver, delta) for delta in self._stream.deltas()]
 
 
 class EngineThread:
@@ -136,7 +106,6 @@ class EngineThread:
         self.is_up = True  # while it accepts requests
         self.failing: str | None = None  # why requests failed in the last step
         self._deliver, self._on_failure = deliver, on_failure
-        self._tracked: dict[Receiver, _Tracked] = {}
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
@@ -147,7 +116,7 @@ class EngineThread:
     @property
     def num_tracked(self) -> int:
         """Number of requests in the engine."""
-        return len(self._tracked)
+        return len(self._requests)
 
     def add(self, receiver: Receiver, prompt: EngineInput, params: SamplingParams, **options: Any) -> None:
         """Add a request to the engine; an error is delivered to its receiver."""
@@ -185,7 +154,8 @@ class EngineThread:
         return self._held.engine
 
     def _watch(self, engine: LLMEngine) -> None:
-        """Detect the end of an engine's processes, even while no step runs."""
+        """Follow the requests of an engine, and detect the end of its processes, even while no step runs."""
+        self._requests = RequestBatch(engine, streams=True)
         worker_group = engine.model_runner.worker_group
         worker_group.on_failure = lambda: self._post(partial(self._check, engine))
         self._post(partial(self._check, engine))  # a process may have ended before `on_failure` was set
@@ -232,42 +202,30 @@ class EngineThread:
             return
         try:
             self._held.load()
-            group = self._engine.add(prompt, params, receiver.request_id, **options)
+            self._requests.add(receiver, prompt, params, receiver.request_id, **options)
         except (ValueError, RequestFailed) as error:
             self._deliver([(receiver, error)])
         except Exception as error:  # a bug: other requests are not affected
             self._deliver([(receiver, RequestFailed(f"preparation failed: {type(error).__name__}: {error}"))])
-        else:
-            self._tracked[receiver] = _Tracked(receiver, self._engine.delta_stream(group))
 
     def _abort(self, receiver: Receiver) -> None:
-        tracked = self._tracked.pop(receiver, None)
-        if tracked is None:  # not in the engine yet, or finished
+        events = self._requests.abort(receiver)
+        if events is None:  # not in the engine yet, or finished
             self._deliver(aborted(receiver))
-            return
-        self._engine.abort_request(receiver.request_id)
-        self._deliver(tracked.events())
+        else:
+            self._deliver([(receiver, _item(event)) for event in events])
 
     def _step(self) -> None:
-        outputs, _ = self._engine.step()
-        events = self._new_events()
-        failed = (output for output in outputs if output.error is not None and output.exception is None)
-        self.failing = next((output.error for output in failed), None)
+        events = [(receiver, _item(event)) for receiver, event in self._requests.step()]
+        self.failing = next((str(item) for _, item in events if isinstance(item, RequestFailed)), None)
         self._deliver(events)
 
-    def _new_events(self) -> list[RequestEvent]:
-        events, finished = [], []
-        for receiver, tracked in self._tracked.items():
-            if not tracked.has_begun:
-                if not tracked.begins():
-                    continue
-                events.append((receiver, BEGUN))
-            events += tracked.events()
-            if tracked.group.output is not None:
-                finished.append(receiver)
-        for receiver in finished:
-            del self._tracked[receiver]
-        return events
+
+def _item(event: Event) -> Item:
+    output = event.output if isinstance(event, Delta) else None
+    if output is None or output.error is None:
+        return event
+    return output.exception or RequestFailed(output.error)
 
 
 def aborted(receiver: Receiver) -> list[RequestEvent]:

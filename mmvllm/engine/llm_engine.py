@@ -36,6 +36,7 @@ from mmvllm.scheduler.block_manager import BlockManager
 from mmvllm.scheduler.encoder_cache import EncoderCache
 from mmvllm.scheduler.scheduler import Scheduler
 from mmvllm.scheduler.sequence import FinishReason, SequenceGroup
+from mmvllm.utils.fair_lock import FairLock
 from mmvllm.utils.forks import OwnProcess
 from mmvllm.utils.transfer import current_device
 from mmvllm.worker.checkpoint import read_checkpoint
@@ -71,7 +72,7 @@ WARMUP_PARAMS = (
 
 
 class LLMEngine:
-    """Continuous batching over one model on one device; not thread-safe: one thread owns it."""
+    """Continuous batching over one model on one device. Threads that share an engine take turns."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class LLMEngine:
         self._folder = checkpoint.folder
         self.config = config = checkpoint.config
         self.process = OwnProcess()
+        self.lock = FairLock(self.process)
         self.model_config, self.media_rules = checkpoint.model_config, checkpoint.media_rules
         self.image_config, self.video_config = checkpoint.image_config, checkpoint.video_config
         self.tokenizer = tokenizer or load_tokenizer(checkpoint.folder, config.chat_template)
@@ -252,25 +254,27 @@ class LLMEngine:
             lora_request: the adapter of the request; read here unless `load_adapter` has read it.
             keeps_logprobs: False drops a completion's log-probabilities once a delta has them; the output has none.
         """
-        self.check_alive()
-        request_id = self.new_request_id() if request_id is None else request_id
-        if isinstance(request_id, str) and request_id in self.scheduler.groups:
-            raise RequestError(f"request_id {request_id!r} is already in flight", param="request_id", value=request_id)
-        group = self.input_processor.group(
-            prompt,
-            sampling_params or SamplingParams(),
-            request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival_time=arrival_time,
-            trace_headers=trace_headers,
-            pooling=pooling,
-            prompt_logprobs_from=prompt_logprobs_from,
-            adapter=self.load_adapter(lora_request),
-        )
-        group.lora_request, group.pooling_params, group.keeps_logprobs = lora_request, pooling, keeps_logprobs
-        self.scheduler.add(group)
-        return group
+        with self.lock:
+            self.check_alive()
+            request_id = self.new_request_id() if request_id is None else request_id
+            if isinstance(request_id, str) and request_id in self.scheduler.groups:
+                message = f"request_id {request_id!r} is already in flight"
+                raise RequestError(message, param="request_id", value=request_id)
+            group = self.input_processor.group(
+                prompt,
+                sampling_params or SamplingParams(),
+                request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
+                trace_headers=trace_headers,
+                pooling=pooling,
+                prompt_logprobs_from=prompt_logprobs_from,
+                adapter=self.load_adapter(lora_request),
+            )
+            group.lora_request, group.pooling_params, group.keeps_logprobs = lora_request, pooling, keeps_logprobs
+            self.scheduler.add(group)
+            return group
 
     def generate(self, prompts: Iterable[Prompt], sampling_params: SamplingParams | None = None) -> list[RequestOutput]:
         """Add requests with the same parameters and step until all have finished; return outputs in the prompts' order.
@@ -326,13 +330,14 @@ class LLMEngine:
         after an illegal memory access, all requests finish with `error`, and this call and all later ones raise
         EngineFailed.
         """
-        self._check_usable()
-        with current_device(self.model_runner.device):
-            try:
-                return self._step()
-            except BaseException as error:
-                self._undo(error)
-                raise
+        with self.lock:
+            self._check_usable()
+            with current_device(self.model_runner.device):
+                try:
+                    return self._step()
+                except BaseException as error:
+                    self._undo(error)
+                    raise
 
     def _step(self) -> tuple[list[RequestOutput], int]:
         self.model_runner.worker_group.check()
@@ -375,13 +380,15 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request at any time and return its output so far; None if it is unknown or has finished."""
-        group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
-        self._drop_ahead_if_idle()
-        return None if group is None else self._finish(group)
+        with self.lock:
+            group = self.scheduler.abort_seq_group(request_id, FinishReason.ABORTED)
+            self._drop_ahead_if_idle()
+            return None if group is None else self._finish(group)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV of all prompts; later prompts are computed from their beginning."""
-        self.scheduler.block_manager.forget()
+        with self.lock:
+            self.scheduler.block_manager.forget()
 
     def stats(self, num_preparing: int = 0) -> EngineStats:
         """Return the current state, and totals without the warm-up; may be called in any thread.
@@ -412,19 +419,21 @@ class LLMEngine:
         logger.info("warm-up took %.2f s", seconds)
         return seconds
 
-    def begin_exit(self) -> None:
-        """Refuse requests and steps from now on; may be called in any thread. A running step finishes before `exit`."""
-        self._is_exiting = True
-
     def exit(self, reason: str = HAS_EXITED) -> None:
         """Abort all requests and free the device's memory; may be called twice, and is called at interpreter exit.
 
-        `reason` is the error message for later requests and steps.
+        A step that runs in another thread finishes before. `reason` is the error message for later requests and steps.
         """
         self._exit_reason = reason
-        if self._exited or not self.process.is_here:  # a fork has none of the engine's threads and processes
+        if not self.process.is_here:  # a fork has none of the engine's threads and processes
             return
-        self._is_exiting = self._exited = True
+        self._is_exiting = True
+        with self.lock:
+            if not self._exited:
+                self._exited = True
+                self._release()
+
+    def _release(self) -> None:
         self._ahead = None
         for request_id in list(self.scheduler.groups):
             self.abort_request(request_id)

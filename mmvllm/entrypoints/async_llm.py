@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from mmvllm.config import EngineArgs, EngineConfig
-from mmvllm.engine.engine_thread import BEGUN, EngineThread, RequestEvent, is_last
+from mmvllm.engine.engine_thread import EngineThread, RequestEvent, is_last
 from mmvllm.engine.health import EngineHealth
 from mmvllm.engine.llm_engine import LLMEngine
+from mmvllm.engine.request_batch import BEGUN
 from mmvllm.engine.stats import EngineStats
 from mmvllm.entrypoints.request_queue import (
     AdmissionWindow,

@@ -1,9 +1,7 @@
 """`LLM` runs inference with one model from Python, from one or several threads."""
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,14 @@ from mmvllm.config import EngineArgs, EngineConfig
 from mmvllm.engine.gc_utils import collect_everything
 from mmvllm.engine.llm_engine import LLMEngine
 from mmvllm.entrypoints.metrics import Metric, read_metrics
-from mmvllm.entrypoints.request_batch import RequestBatch, StreamEvent, output_of, without_errors
 from mmvllm.entrypoints.request_queue import (
     AdmissionWindow,
     Params,
     Prefetcher,
     Prepare,
-    PreparedRequest,
     Request,
     RequestPreparer,
+    Unprefetched,
     as_request,
     check_lengths,
     check_processor_kwargs,
@@ -31,7 +28,16 @@ from mmvllm.entrypoints.request_queue import (
     request_options,
     slowest_media,
 )
-from mmvllm.entrypoints.scoring import ContinuationReader, ScoringRun
+from mmvllm.entrypoints.request_stream import (
+    Events,
+    Plan,
+    RequestSource,
+    RequestStream,
+    StreamEvent,
+    one_each,
+    output_of,
+)
+from mmvllm.entrypoints.scoring import ContinuationReader, Scores
 from mmvllm.entrypoints.tracing import check_endpoint, make_tracer
 from mmvllm.errors import ParameterError, RequestError, RequestsAborted
 from mmvllm.inputs import EngineInput
@@ -51,10 +57,6 @@ from mmvllm.processors.chat.requests import PROMPT_KEYS
 from mmvllm.sampling_params import BeamSearchParams, SamplingParams
 from mmvllm.scheduler.sequence import SequenceGroup
 from mmvllm.utils.text import counted, shown
-
-TURN_SECONDS = 1e-3  # enough for a waiting thread to acquire the lock
-
-Events = Iterator[tuple[int, StreamEvent | None]]  # (index of the request, event); None if it was not selected
 
 
 class LLM:
@@ -95,8 +97,6 @@ class LLM:
         if self._tracer is not None:
             self.engine.on_finished = self._trace
         self._is_asleep = False
-        self._lock = threading.RLock()
-        self._callers: set[object] = set()  # threads that wait for the lock while others run step after step
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLM":
@@ -169,21 +169,10 @@ class LLM:
 
     def _generate(self, prompts: list[Request], sampling_params: Params) -> Events:
         """Yield the outputs of prompts; prompts without media all enter the engine before its first step."""
+        source, window = Unprefetched(prompts, self._preparer.prepare), AdmissionWindow(len(prompts))
         if any(map(slowest_media, prompts)):
-            prefetcher = Prefetcher(prompts, self._preparer.prepare, max_requests=self.admission.max_requests)
-            yield from self._stream(self._batch(noun="prompt"), prefetcher, sampling_params, "raise")
-            return
-        batch = self._batch(noun="prompt")
-        try:
-            for index, prompt in enumerate(prompts):
-                with naming_request(index):
-                    params = params_for(sampling_params, index)
-                    options = request_options(prompt) if isinstance(prompt, dict) else {}
-                    batch.add(index, self._preparer.prepare(prompt), params, **options)
-            while batch.groups:
-                yield from without_errors(batch.step(), batch.noun)
-        finally:
-            batch.abort()
+            source, window = self._prefetch(prompts, self._preparer.prepare), None
+        return self._events(source, one_each(sampling_params), window, noun="prompt")
 
     def generate_multimodal(
         self,
@@ -214,9 +203,9 @@ class LLM:
         """
         requests = _with_adapters(_as_list(requests, "request"), lora_request)
         check_lengths(sampling_params, len(requests))
-        prefetcher = self._prefetch_in_order(requests, processor)
-        stream = self.stream_prepared(prefetcher, sampling_params, on_error)
-        return _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+        source = self._prefetch_in_order(requests, self._preparing(processor))
+        events = self._events(source, one_each(sampling_params), on_error=on_error)
+        return _in_order(dict(_progress(events, len(requests), use_tqdm)), "request", on_error)
 
     def chat(
         self,
@@ -282,9 +271,10 @@ class LLM:
         if total is not None:
             check_lengths(sampling_params, total)
         prefetch = self._prefetch_in_order if isinstance(requests, list | tuple) else self._prefetch
-        prefetcher, batch = prefetch(requests, processor), self._batch(streams=stream)
+        source = prefetch(requests, self._preparing(processor))
+        events = self._events(source, one_each(sampling_params), streams=stream, on_error=on_error)
         aborted = {}
-        for index, event in _progress(self._stream(batch, prefetcher, sampling_params, on_error), total, use_tqdm):
+        for index, event in _progress(events, total, use_tqdm):
             if (output := output_of(event)) is not None and _is_aborted(output):
                 aborted[index] = output
             yield event
@@ -330,9 +320,10 @@ class LLM:
         """
         params = PoolingParams(pooling=pooling, normalize=normalize, dimensions=dimensions)
         requests = _as_list(requests, "request")
-        prefetcher = Prefetcher(requests, self._preparer.prepare, max_requests=self.admission.max_requests)
-        stream = self._stream(self._batch(options={"pooling": params}), prefetcher, None, on_error)
-        outputs = _in_order(dict(_progress(stream, len(requests), use_tqdm)), "request", on_error)
+        events = self._events(
+            self._prefetch(requests, self._preparer.prepare), one_each(None, pooling=params), on_error=on_error
+        )
+        outputs = _in_order(dict(_progress(events, len(requests), use_tqdm)), "request", on_error)
         return [EmbeddingOutput.of(output) for output in outputs]
 
     def encode(
@@ -360,15 +351,14 @@ class LLM:
         """
         requests = _as_list(requests, "request")
         reader = ContinuationReader(self.tokenizer, self.engine.media_rules, self.engine.model_config.vocab_size)
-        lists = reader.read(continuations, len(requests))
-        prefetcher = Prefetcher(requests, self._preparer.prepare, max_requests=self.admission.max_requests)
-        run = ScoringRun(self._batch(), prefetcher, lists, self._has_room)
-        scored = {}
-        with _bar(len(requests), use_tqdm) as bar:
-            for index, output in run.outputs():
-                scored[index] = output
-                bar.update()
-        return [scored[index] for index in range(len(requests))]
+        scores, outputs = Scores(reader.read(continuations, len(requests))), {}
+        events = self._events(self._prefetch(requests, self._preparer.prepare), scores.plan)
+        with _bar(len(requests), use_tqdm) as bar, closing(events):
+            for key, event in events:
+                if (output := scores.add(key, event)) is not None:
+                    outputs[key[0]] = output
+                    bar.update()
+        return [outputs[index] for index in range(len(requests))]
 
     def add_request(self, prompt: Request | EngineInput, sampling_params: Params = None, **options: Any) -> str:
         """Queue a request in any form; return its id. See `LLMEngine.add_request` for `options`."""
@@ -380,23 +370,19 @@ class LLM:
             prompt = self._preparer.prepare(prompt)
         else:
             params = params_for(sampling_params, 0)
-        with self._turn():
-            return self.engine.add_request(prompt, params, **options)
+        return self.engine.add_request(prompt, params, **options)
 
     def step(self) -> tuple[list[RequestOutput], int]:
         """Run one step; return the outputs of requests that finished in it, and the number of tokens computed."""
-        with self._turn():
-            return self.engine.step()
+        return self.engine.step()
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Abort a request and return its output so far; None if it is unknown or has finished."""
-        with self._turn():
-            return self.engine.abort_request(request_id)
+        return self.engine.abort_request(request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache: later prompts are computed from their beginning. Return True, like vLLM's method."""
-        with self._turn():
-            self.engine.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -405,7 +391,7 @@ class LLM:
         `level` is accepted for compatibility with vLLM and has no effect. Raises RuntimeError while requests are in
         flight. Until `wake_up`, all methods that compute raise RuntimeError.
         """
-        with self._turn():
+        with self.engine.lock:
             if self._is_asleep:
                 return
             self.engine.check_alive()
@@ -420,7 +406,7 @@ class LLM:
 
         Raises the errors of the constructor, for example if memory is short, and may then be called again.
         """
-        with self._turn():
+        with self.engine.lock:
             if self._is_asleep:
                 self.engine = self.engine.reload()
                 self.engine.on_finished = None if self._tracer is None else self._trace
@@ -438,126 +424,40 @@ class LLM:
         """Free the engine's memory once a step in another thread has ended; safe to call twice."""
         if not self.engine.process.is_here:
             return
-        self.engine.begin_exit()  # before the lock, which a thread that runs step after step may retake many times
-        with self._lock:
-            self._is_asleep = False
-            self.engine.exit()
+        self._is_asleep = False
+        self.engine.exit()
         if self._tracer is not None:
             self._tracer.shutdown()
 
     def _trace(self, group: SequenceGroup) -> None:
         self._tracer.record(group.sampling_params, group.trace_headers, group.output, adapter=group.adapter_name)
 
-    def stream_prepared(
-        self,
-        prefetcher: Prefetcher,
-        sampling_params: Params = None,
-        on_error: str = "raise",
-        select: Callable[[PreparedRequest], bool] = lambda _: True,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, RequestOutput | None]]:
-        """Yield (index, output), like `stream_multimodal`, for requests that the caller's prefetcher prepares.
+    def stream_prepared(self, source: RequestSource, plan: Plan, is_stopped: Callable[[], bool]) -> Events:
+        """Yield (key, output) for requests that the caller has prepared; an output may have an `error`.
 
-        `select` is called with each successfully prepared request before the engine gets it; the output is None if it
-        returns False. Once `is_stopped` returns True, waiting requests are dropped and running requests finish.
+        See `RequestStream` for the arguments and keys; the output is None for a request without a plan.
         """
-        return self._stream(self._batch(), prefetcher, sampling_params, on_error, select, is_stopped)
+        return self._events(source, plan, on_error="return", is_stopped=is_stopped)
 
-    def _stream(
-        self,
-        batch: RequestBatch,
-        prefetcher: Prefetcher,
-        sampling_params: Params,
-        on_error: str,
-        select: Callable[[PreparedRequest], bool] = lambda _: True,
-        is_stopped: Callable[[], bool] = lambda: False,
+    def _events(
+        self, source: RequestSource, plan: Plan, window: AdmissionWindow | None = None, **options: Any
     ) -> Events:
-        try:
-            if on_error not in ("raise", "return"):
-                raise ValueError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-            while True:
-                if is_stopped():
-                    batch.abort_waiting()
-                # Keep the engine supplied, but wait for preparation only when there is nothing else to do.
-                while self._has_room(batch) and (item := prefetcher.get(wait=not batch.groups)) is not None:
-                    try:
-                        with naming_request(item.index):
-                            is_selected = self._add(batch, item, sampling_params, select)
-                    except RequestError as error:
-                        if on_error == "raise":
-                            raise
-                        yield item.index, batch.refusal(self._refused(item, error))
-                    else:
-                        if not is_selected:
-                            yield item.index, None
-                if not batch.groups and prefetcher.is_exhausted:
-                    return
-                events = batch.step()
-                yield from without_errors(events, batch.noun) if on_error == "raise" else events
-        finally:
-            prefetcher.close()
-            batch.abort()
-
-    def _batch(self, **options: Any) -> RequestBatch:
-        self.engine.process.check()
-        return RequestBatch(self.engine, self._lock, self._give_way, **options)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock; threads that run step after step, and could retake it each time, give way."""
-        self.engine.process.check()  # before the lock, which a thread missing in a fork may have held
-        caller = object()
-        try:
-            self._callers.add(caller)
-            with self._lock:
-                self._callers.discard(caller)
-                yield
-        finally:
-            self._callers.discard(caller)
-
-    def _give_way(self) -> None:
-        if self._callers:
-            time.sleep(TURN_SECONDS)
+        return RequestStream(self.engine, source, plan, window or self.admission, **options).events()
 
     def _prefetch(
-        self, requests: Iterable[dict], processor: Any = None, indices: Iterable[int] | None = None
+        self, requests: Iterable[Request], prepare: Prepare, indices: Iterable[int] | None = None
     ) -> Prefetcher:
         self.engine.process.check()
-        prepare = self._preparer.preparing(self.processor if processor is None else self._preparer.adapt(processor))
         return Prefetcher(requests, prepare, max_requests=self.admission.max_requests, indices=indices)
 
-    def _prefetch_in_order(self, requests: Sequence[dict], processor: Any = None) -> Prefetcher:
+    def _preparing(self, processor: Any) -> Prepare:
+        """Return the function that prepares chat requests with a call's processor; None is the LLM's processor."""
+        return self._preparer.preparing(self.processor if processor is None else self._preparer.adapt(processor))
+
+    def _prefetch_in_order(self, requests: Sequence[dict], prepare: Prepare) -> Prefetcher:
         """Prepare requests in the order of their priority."""
         order = sorted(range(len(requests)), key=lambda index: _priority(requests[index]))
-        return self._prefetch([requests[index] for index in order], processor, order)
-
-    def _has_room(self, batch: RequestBatch) -> bool:
-        """Return whether the engine should take another request; an empty batch takes any, however large."""
-        with self._lock:  # another thread's step may finish requests meanwhile
-            num_bytes = self.engine.scheduler.num_waiting_bytes
-        return not batch.groups or self.admission.has_room(len(batch.groups), num_bytes)
-
-    def _add(
-        self,
-        batch: RequestBatch,
-        item: PreparedRequest,
-        sampling_params: Params,
-        select: Callable[[PreparedRequest], bool],
-    ) -> bool:
-        """Add a prepared request to the engine if it is selected; return whether it is."""
-        prompt = item.engine_input()
-        if not select(item):
-            return False
-        own = item.request if isinstance(item.request, dict) else {}
-        params = params_for(sampling_params, item.index, own.get("sampling_params"))
-        batch.add(item.index, prompt, params, request_id=own.get("request_id"), **request_options(own))
-        return True
-
-    def _refused(self, item: PreparedRequest, error: RequestError) -> RequestOutput:
-        own_id = item.request.get("request_id") if isinstance(item.request, dict) else None
-        request_id = self.engine.new_request_id() if own_id is None else own_id
-        error.request_index = None  # an output belongs to its request
-        return RequestOutput(request_id, error=str(error), exception=error.detached())
+        return self._prefetch([requests[index] for index in order], prepare, order)
 
 
 def _as_prompts(prompts: Any) -> list[Request]:
@@ -645,12 +545,12 @@ def _bar(total: int | None, use_tqdm: bool | None) -> tqdm:
     return tqdm(total=total, unit="request", dynamic_ncols=True, disable=disable)
 
 
-def _progress(stream: Events, total: int | None, use_tqdm: bool | None) -> Events:
-    """Pass the stream through, with a progress bar and token rates."""
+def _progress(events: Events, total: int | None, use_tqdm: bool | None) -> Iterator[tuple[int, StreamEvent | None]]:
+    """Yield (index of the request, event), with a progress bar and token rates."""
     bar = _bar(total, use_tqdm)
     num_input = num_output = 0
-    with bar, closing(stream):
-        for index, event in stream:
+    with bar, closing(events):
+        for (index, _), event in events:
             yield index, event
             if (output := output_of(event)) is None:
                 continue

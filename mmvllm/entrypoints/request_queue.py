@@ -296,6 +296,32 @@ class PreparationQueue:
             self.advance()
 
 
+class Unprefetched:
+    """Prepares requests one after the other, when they are asked for."""
+
+    def __init__(self, requests: Iterable[Request], prepare: Callable[[Request], EngineInput]):
+        self._items, self._prepare = deque(enumerate(requests)), prepare
+
+    @property
+    def is_exhausted(self) -> bool:
+        return not self._items
+
+    def get(self, wait: bool) -> PreparedRequest | None:
+        """Return the next request; None if there are no more."""
+        if not self._items:
+            return None
+        index, request = self._items.popleft()
+        prompt: Future[EngineInput] = Future()
+        try:
+            prompt.set_result(self._prepare(request))
+        except Exception as error:
+            prompt.set_exception(error)
+        return PreparedRequest(index, request, prompt)
+
+    def close(self) -> None:
+        self._items.clear()
+
+
 class Prefetcher:
     """Prepares the requests of an iterable, which may be endless or slow, a bounded number ahead.
 

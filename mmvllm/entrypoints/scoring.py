@@ -1,13 +1,14 @@
 """Computes log-probabilities of given continuations of a prompt, which share the prompt's KV."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from mmvllm.entrypoints.request_batch import RequestBatch
-from mmvllm.entrypoints.request_queue import Prefetcher, PreparedRequest, naming_request, request_options
+from mmvllm.entrypoints.request_queue import PreparedRequest, request_options
+from mmvllm.entrypoints.request_stream import EngineRequest, Key
 from mmvllm.errors import RequestError, RequestsAborted
-from mmvllm.inputs import EngineInput, MediaRules, continued
+from mmvllm.inputs import MediaRules, continued
 from mmvllm.outputs import ContinuationScore, RequestOutput, ScoreOutput
 from mmvllm.processors.chat.processor import tokenize
 from mmvllm.sampling_params import SamplingParams
@@ -16,85 +17,43 @@ from mmvllm.utils.text import counted, shown
 PARAMS = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
-class ScoringRun:
-    """The requests of one `LLM.score` call. A request's first continuation computes the prompt; then the others begin.
+class Scores:
+    """The scores of one `LLM.score` call. A request's first continuation computes the prompt; the others follow it.
 
     Args:
         continuations: token ids of each continuation of each request.
-        has_room: returns whether the engine should take another request.
     """
 
-    def __init__(
-        self,
-        batch: RequestBatch,
-        prefetcher: Prefetcher,
-        continuations: Sequence[list[list[int]]],
-        has_room: Callable[[RequestBatch], bool],
-    ):
-        self._batch, self._prefetcher, self._has_room = batch, prefetcher, has_room
+    def __init__(self, continuations: Sequence[list[list[int]]]):
         self._continuations = continuations
-        self._begun: dict[int, tuple[EngineInput, dict[str, Any]]] = {}  # by request
-        self._scores: dict[int, dict[int, ContinuationScore]] = {}
+        self._scores: defaultdict[int, dict[int, ContinuationScore]] = defaultdict(dict)  # by request
 
-    def outputs(self) -> Iterator[tuple[int, ScoreOutput]]:
-        """Yield (index of the request, output) as requests finish.
+    def plan(self, item: PreparedRequest) -> list[EngineRequest]:
+        """Return an engine request for each continuation."""
+        own = item.request if isinstance(item.request, dict) else {}
+        if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:
+            raise RequestError(f"{name} has no meaning for a score; leave it out", param=name, value=own[name])
+        prompt = item.engine_input()
+        if not prompt.token_ids:  # checked here, since a continuation follows it
+            raise RequestError("prompt is empty; it needs at least one token")
+        options = request_options(own) | {"prompt_logprobs_from": len(prompt.token_ids)}
+        return [EngineRequest(continued(prompt, one), PARAMS, options) for one in self._continuations[item.index]]
 
-        Raises RequestError for a bad request, RuntimeError if the device fails, and RequestsAborted.
+    def add(self, key: Key, output: RequestOutput) -> ScoreOutput | None:
+        """Add the output of a continuation; return the request's output with its last one, else None.
+
+        Raises RequestsAborted.
         """
-        try:
-            while True:
-                while self._has_room(self._batch) and (item := self._prefetcher.get(wait=not self._batch.groups)):
-                    self._begin(item)
-                if not self._batch.groups and self._prefetcher.is_exhausted:
-                    return
-                for key, output in self._batch.step():
-                    _check(key, output)
-                    yield from self._finish(*key, output)
-        finally:
-            self._prefetcher.close()
-            self._batch.abort()
-
-    def _begin(self, item: PreparedRequest) -> None:
-        with naming_request(item.index):
-            self._begun[item.index], self._scores[item.index] = _prepared(item), {}
-        self._add(item.index, 0)
-
-    def _add(self, request: int, index: int) -> None:
-        prompt, options = self._begun[request]
-        whole = continued(prompt, self._continuations[request][index])
-        with naming_request(request):
-            self._batch.add((request, index), whole, PARAMS, prompt_logprobs_from=len(prompt.token_ids), **options)
-
-    def _finish(self, request: int, index: int, output: RequestOutput) -> Iterator[tuple[int, ScoreOutput]]:
-        scores, number = self._scores[request], len(self._continuations[request])
-        scores[index] = _score(self._continuations[request][index], output)
-        if index == 0:
-            for other in range(1, number):
-                self._add(request, other)
-        if len(scores) == number:
-            del self._begun[request], self._scores[request]
-            length = output.num_prompt_tokens - len(scores[index].token_ids)
-            ordered = [scores[index] for index in range(number)]
-            yield request, ScoreOutput(ordered, length, output.num_image_tokens, output.num_video_tokens)
-
-
-def _prepared(item: PreparedRequest) -> tuple[EngineInput, dict[str, Any]]:
-    """Return the prompt and the options of a request."""
-    own = item.request if isinstance(item.request, dict) else {}
-    if (name := next((name for name in ("sampling_params", "request_id") if own.get(name)), None)) is not None:
-        raise RequestError(f"{name} has no meaning for a score; leave it out", param=name, value=own[name])
-    prompt = item.engine_input()
-    if not prompt.token_ids:  # checked here, since a continuation follows it
-        raise RequestError("prompt is empty; it needs at least one token")
-    return prompt, request_options(own)
-
-
-def _check(key: tuple[int, int], output: RequestOutput) -> None:
-    where = f"request {key[0]}, continuation {key[1]}"
-    if output.error is not None:
-        raise RuntimeError(f"{where}: {output.error}")
-    if output.finish_reason == "aborted":
-        raise RequestsAborted(f"{where}: aborted", [output])
+        request, index = key
+        if output.finish_reason == "aborted":
+            raise RequestsAborted(f"request {request}, continuation {index}: aborted", [output])
+        token_ids = self._continuations[request][index]
+        self._scores[request][index] = _score(token_ids, output)
+        if len(self._scores[request]) < len(self._continuations[request]):
+            return None
+        scores = [score for _, score in sorted(self._scores.pop(request).items())]
+        length = output.num_prompt_tokens - len(token_ids)
+        return ScoreOutput(scores, length, output.num_image_tokens, output.num_video_tokens)
 
 
 def _score(token_ids: list[int], output: RequestOutput) -> ContinuationScore:

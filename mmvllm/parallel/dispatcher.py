@@ -11,8 +11,9 @@ from typing import Any
 
 import xxhash
 
-from mmvllm.engine.engine_thread import BEGUN, Receiver, RequestEvent, aborted, is_last
+from mmvllm.engine.engine_thread import Receiver, RequestEvent, aborted, is_last
 from mmvllm.engine.health import EngineHealth, health_of
+from mmvllm.engine.request_batch import BEGUN
 from mmvllm.engine.stats import EngineStats
 from mmvllm.errors import RequestFailed
 from mmvllm.inputs import EngineInput

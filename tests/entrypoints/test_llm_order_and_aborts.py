@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from mmvllm import AsyncLLM, SamplingParams
+from mmvllm.engine.request_batch import RequestBatch
 from mmvllm.errors import RequestError, RequestsAborted
 from mmvllm.processors.videos.load import Load
 from tests.helpers.engine.requests import ask, noise_image
@@ -42,18 +43,20 @@ LONG = SamplingParams(max_tokens=800, ignore_eos=True, n=2)
 @pytest.fixture
 def abort(monkeypatch):
     """abort(llm, request_id) aborts a request from another thread: between two steps, once it has some tokens."""
+    real_step = RequestBatch.step
     with ThreadPoolExecutor(1) as thread:
 
         def begin(llm, request_id: str, num_tokens: int = 0) -> None:
             aborted: list[Future] = []
 
-            def give_way() -> None:  # which a call does before each step
+            def step(batch: RequestBatch) -> list:
                 group = llm.engine.scheduler.groups.get(request_id)
                 if group is not None and group.seqs[0].num_completion_tokens >= num_tokens and not aborted:
                     aborted.append(thread.submit(llm.abort_request, request_id))
                     assert aborted[0].result(60) is not None
+                return real_step(batch)
 
-            monkeypatch.setattr(llm, "_give_way", give_way)
+            monkeypatch.setattr(RequestBatch, "step", step)
 
         yield begin
 

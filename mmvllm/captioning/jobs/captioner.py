@@ -1,10 +1,7 @@
 """Turns tasks into records: prepares images and clips ahead of the engine, and captions duplicates only once."""
 
 import time
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,9 +17,9 @@ from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.entrypoints.llm import LLM
-from mmvllm.entrypoints.request_queue import Prefetcher, Prepare, PreparedRequest, pinning, timed
+from mmvllm.entrypoints.request_queue import Prefetcher, Prepare, PreparedRequest, pinning, request_options, timed
+from mmvllm.entrypoints.request_stream import EngineRequest, Key
 from mmvllm.errors import ArgumentError, MediaFileError, RequestError
-from mmvllm.inputs import EngineInput
 from mmvllm.outputs import RequestOutput
 from mmvllm.processes.pool import NUM_WORKERS, WorkersUnusable
 from mmvllm.processors.chat.hf_processor import HFProcessor
@@ -77,7 +74,7 @@ class Captioner:
             self._processes = WorkerProcesses(llm.processor, self._num_workers, loader.timeouts)
         if llm is not None:
             _check_prompt(llm, settings)
-        self._prefetcher: Prefetcher | PromptPrefetcher | None = None
+        self._prefetcher: Prefetcher | None = None
         self._is_stopped = False
 
     @property
@@ -115,8 +112,8 @@ class Captioner:
         self._prefetcher = self._prefetch(jobs.requests(tasks))
         num_failures = 0
         try:
-            for number, output in self._outputs(jobs.select):
-                yield from jobs.finish(number, output)
+            for key, output in self._outputs(jobs.select):
+                yield from jobs.finish(key, output)
                 if output is not None and output.arrival_time is not None:  # the request reached the engine
                     num_failures = num_failures + 1 if output.error is not None else 0
                     if num_failures > 2 * self.max_requests:  # more than a few steps can cause
@@ -129,29 +126,29 @@ class Captioner:
             if self._processes is not None:
                 self._processes.close()
 
-    def _prefetch(self, requests: Iterator[dict]) -> "Prefetcher | PromptPrefetcher":
-        prefetcher = Prefetcher(
+    def _prefetch(self, requests: Iterator[dict]) -> Prefetcher:
+        return Prefetcher(
             requests,
             self._preparer(),
             max_requests=self.max_requests,
             num_workers=self._num_workers,
             in_order=self._ordered,
         )
-        if self.settings.prompts is None:
-            return prefetcher
-        return PromptPrefetcher(prefetcher, self.settings.num_prompts, self._is_computed)
 
     def _preparer(self) -> Prepare:
         prepare = self._processes or CaptionPreparer(self.llm.processor, self._loader)
         return timed(pinning(prepare, self.llm.device))
 
-    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+    def _outputs(self, select: Select) -> Iterator[tuple[Key, RequestOutput | None]]:
+        """Yield (number of the task and of the prompt, output); the output is None if the task is not selected."""
         params = self.settings.sampling_params
-        return self.llm.stream_prepared(self._prefetcher, params, "return", select, lambda: self._is_stopped)
 
-    def _is_computed(self, request_id: str) -> bool:
-        group = self.llm.engine.scheduler.groups.get(request_id)
-        return group is None or group.first_seq.first_token_time is not None
+        def plan(item: PreparedRequest) -> list[EngineRequest]:
+            prompt, options = item.engine_input(), request_options(item.request)
+            prompts = (prompt, *prompt.others) if select(item) else ()
+            return [EngineRequest(one, params, options) for one in prompts]
+
+        return self.llm.stream_prepared(self._prefetcher, plan, lambda: self._is_stopped)
 
 
 def _check_schema(llm: LLM, settings: CaptionSettings) -> None:
@@ -194,7 +191,6 @@ class _TasksInFlight:
 
     def __init__(self, settings: CaptionSettings, index: Index, is_stopped: Callable[[], bool]):
         self._settings, self._index, self._is_stopped = settings, index, is_stopped
-        self._name = uuid.uuid4().hex  # for request ids, because an engine may run several jobs
         self._works: dict[int, _Work] = {}
         self._duplicates: dict[str, list[_Work]] = {}  # by the content key of a caption that is being generated
 
@@ -203,18 +199,11 @@ class _TasksInFlight:
             if self._is_stopped():
                 return
             self._works[number] = _Work(number, task)
-            yield self._request(number, task)
-
-    def _request(self, number: int, task: Task) -> dict:
-        request = self._settings.request(task.item)
-        return request if "more" not in request else request | {"request_id": f"caption-{self._name}-{number}"}
+            yield self._settings.request(task.item)
 
     def select(self, prepared: PreparedRequest) -> bool:
         """Return whether the engine captions a prepared request: not if the job is stopped or it is a duplicate."""
-        number, prompt_index = divmod(prepared.index, self._settings.num_prompts)
-        if prompt_index:
-            return number in self._works  # if its first prompt was selected
-        work, prompt = self._works[number], prepared.prompt.result()
+        work, prompt = self._works[prepared.index], prepared.prompt.result()
         work.num_prompts = 1 + len(prompt.others)
         work.media_info, work.num_media_tokens = prompt.media_info, prompt.num_media_tokens
         work.forget_source()
@@ -236,9 +225,9 @@ class _TasksInFlight:
         self._duplicates[work.content] = []
         return False
 
-    def finish(self, index: int, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
+    def finish(self, key: Key, output: RequestOutput | None) -> Iterator[tuple[int, dict]]:
         """Yield the numbered records that an output completes; a task that was not selected has the output None."""
-        number, prompt_index = divmod(index, self._settings.num_prompts)
+        number, prompt_index = key
         if output is not None:
             work = self._works.get(number)
             if work is None:  # another prompt of the image was dropped when the job was stopped
@@ -330,71 +319,3 @@ def reason_of(item: Item, error: ValueError) -> str:
 def requested_range(item: Item) -> dict[str, float | None]:
     """Return the requested range of a video, for a record without more information; {} for an image."""
     return {"start": item.start or 0.0, "end": item.end} if item.is_video else {}
-
-
-class PromptPrefetcher:
-    """Splits the requests of a `Prefetcher` into one request per prompt.
-
-    The first prompt of an image is returned at once, the others after its prefill. The prefix cache then has the KV of
-    everything before the prompt's text, and the image is not encoded again. Prompt i of the image with index j has the
-    index j * num_prompts + i.
-
-    Args:
-        num_prompts: the largest number of prompts of an image.
-        is_computed: returns whether the prefill of the request with this id is done, or the request has ended.
-    """
-
-    def __init__(self, prefetcher: Prefetcher, num_prompts: int, is_computed: Callable[[str], bool]):
-        self._prefetcher, self._num_prompts, self._is_computed = prefetcher, num_prompts, is_computed
-        self._held: deque[tuple[str, deque[PreparedRequest]]] = deque()  # by the first prompt's request id
-
-    def get(self, wait: bool) -> PreparedRequest | None:
-        """Return the next request, like `Prefetcher.get`; further prompts come before other images."""
-        if (prepared := self._take()) is not None:
-            return prepared
-        item = self._prefetcher.get(wait and not self._held)
-        return None if item is None else self._first(item)
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether every request has been handed out."""
-        return not self._held and self._prefetcher.is_exhausted
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time in which the engine waited for prepared requests, as `Prefetcher` measures it."""
-        return self._prefetcher.wait_share
-
-    def finish(self) -> None:
-        """Take no more images; images that were taken before are still returned, with all their prompts."""
-        self._prefetcher.finish()
-
-    def close(self) -> None:
-        """Stop preparing, and drop the prepared requests."""
-        self._held.clear()
-        self._prefetcher.close()
-
-    def _take(self) -> PreparedRequest | None:
-        for number, (request_id, others) in enumerate(self._held):
-            if self._is_computed(request_id):
-                prepared = others.popleft()
-                if not others:
-                    del self._held[number]
-                return prepared
-        return None
-
-    def _first(self, item: PreparedRequest) -> PreparedRequest:
-        first = replace(item, index=item.index * self._num_prompts)
-        if item.prompt.exception() is None and (others := item.prompt.result().others):
-            request = {key: value for key, value in item.request.items() if key != "request_id"}
-            prepared = (
-                PreparedRequest(first.index + number, request, _done(other)) for number, other in enumerate(others, 1)
-            )
-            self._held.append((item.request["request_id"], deque(prepared)))
-        return first
-
-
-def _done(prompt: EngineInput) -> "Future[EngineInput]":
-    future: Future[EngineInput] = Future()
-    future.set_result(prompt)
-    return future

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -20,6 +19,7 @@ from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.items import item_of
 from mmvllm.captioning.sources.loading import ItemLoader
 from mmvllm.entrypoints.request_queue import Prepare, PreparedRequest
+from mmvllm.entrypoints.request_stream import Followers, Key
 from mmvllm.errors import RequestError
 from mmvllm.outputs import RequestOutput
 
@@ -78,9 +78,9 @@ class EndpointSource(Captioner):
         super().__init__(None, settings, loader, num_workers, ordered=ordered)
         self._endpoint, self._concurrency = endpoint, concurrency
         self._changed = threading.Condition()
-        self._in_flight: set[str] = set()  # request ids, if the job has several prompts
-        self._num_in_flight = 0
-        self._answers: deque[tuple[int, RequestOutput | None]] = deque()
+        self._followers = Followers()
+        self._in_flight: set[Key] = set()  # until the answer is yielded
+        self._answers: deque[tuple[Key, RequestOutput | None]] = deque()
 
     @property
     def max_requests(self) -> int:
@@ -94,36 +94,37 @@ class EndpointSource(Captioner):
     def _preparer(self) -> Prepare:
         return EndpointPreparer(self.settings.max_pixels, self._loader)
 
-    def _is_computed(self, request_id: str) -> bool:
-        return request_id not in self._in_flight
-
-    def _outputs(self, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+    def _outputs(self, select: Select) -> Iterator[tuple[Key, RequestOutput | None]]:
         while True:
-            while self._num_in_flight < self._concurrency:
-                item = self._prefetcher.get(wait=not self._num_in_flight and not self._answers)
-                if item is None:
+            while len(self._in_flight) < self._concurrency:
+                if (follower := self._followers.take(lambda key: key not in self._in_flight)) is not None:
+                    self._send(*follower)
+                elif (item := self._prefetcher.get(wait=not self._in_flight)) is not None:
+                    yield from self._begin(item, select)
+                else:
                     break
-                yield from self._begin(item, select)
             yield from self._take()
-            if not self._num_in_flight and not self._answers and self._prefetcher.is_exhausted:
+            if not self._in_flight and not self._followers and self._prefetcher.is_exhausted:
                 return
 
-    def _begin(self, item: PreparedRequest, select: Select) -> Iterator[tuple[int, RequestOutput | None]]:
+    def _begin(self, item: PreparedRequest, select: Select) -> Iterator[tuple[Key, RequestOutput | None]]:
+        key = (item.index, 0)
         try:
             prompt = item.engine_input()
         except RequestError as error:
-            yield item.index, RequestOutput("", error=str(error), exception=error.detached())
+            yield key, RequestOutput("", error=str(error), exception=error.detached())
             return
-        if not select(item):
-            yield item.index, None
-            return
-        self._num_in_flight += 1
-        request_id = item.request.get("request_id", "")
-        self._in_flight.add(request_id)
-        run = partial(self._complete, item.index, request_id, prompt)
-        threading.Thread(target=run, name="mmvllm-endpoint", daemon=True).start()
+        if select(item):
+            self._followers.hold(key, prompt.others)
+            self._send(key, prompt)
+        else:
+            yield key, None
 
-    def _complete(self, index: int, request_id: str, prompt: EndpointInput) -> None:
+    def _send(self, key: Key, prompt: EndpointInput) -> None:
+        self._in_flight.add(key)
+        threading.Thread(target=self._complete, args=(key, prompt), name="mmvllm-endpoint", daemon=True).start()
+
+    def _complete(self, key: Key, prompt: EndpointInput) -> None:
         try:
             output = self._endpoint.complete(prompt.messages, self.settings.sampling_params, **_fields(self.settings))
             if output is not None and self.settings.schema is not None and _is_other_text(output):
@@ -132,15 +133,14 @@ class EndpointSource(Captioner):
         except Exception as error:  # a bug: other images are not affected
             output = RequestOutput("", error=f"the request failed: {type(error).__name__}: {error}")
         with self._changed:
-            self._answers.append((index, output))
-            self._in_flight.discard(request_id)
+            self._answers.append((key, output))
             self._changed.notify_all()
 
-    def _take(self) -> Iterator[tuple[int, RequestOutput | None]]:
+    def _take(self) -> Iterator[tuple[Key, RequestOutput | None]]:
         with self._changed:
-            self._changed.wait_for(lambda: self._answers, POLL_SECONDS if self._num_in_flight else 0)
+            self._changed.wait_for(lambda: self._answers, POLL_SECONDS if self._in_flight else 0)
             answers = [self._answers.popleft() for _ in range(len(self._answers))]
-        self._num_in_flight -= len(answers)
+        self._in_flight.difference_update(key for key, _ in answers)
         yield from answers
 
 
