@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from mmvllm.errors import ImageError
 from mmvllm.processors.images.draft import Draft, with_source_size
 from mmvllm.processors.images.pixels import orientation_of, upright_rgb
+from mmvllm.processors.images.png import PNG_MAGIC, essential_chunks
 from mmvllm.processors.images.scan import RefusedImage, check_opened, embedded_size, read_in_few_pieces, scan
 
 Reserve = Callable[[int], AbstractContextManager]
@@ -71,6 +72,7 @@ def _formats() -> list[str]:
 def _decode_bytes(
     data: bytes, max_pixels: int, reserve: Reserve, formats: list[str], draft: Draft | None
 ) -> Image.Image:
+    data = essential_chunks(data) if data.startswith(PNG_MAGIC) else data
     scan(data)
     if data.startswith(_ICONS):
         return _decode_icon(data, max_pixels, reserve, formats)

@@ -13,7 +13,6 @@ from tests.helpers.media.images import encode
 SMALL_JPEG = encode(Image.new("RGB", (64, 64), (200, 30, 90)), "JPEG")
 SMALL_GIF = encode(Image.new("P", (8, 8)), "GIF")
 SMALL_PNG = encode(Image.new("RGB", (8, 8)))
-PROFILE = b"a\0\0" + zlib.compress(bytes(1_000_000), 9)
 
 
 def truncated_png(width: int, height: int, mode: str = "RGBA") -> bytes:

@@ -5,7 +5,6 @@ import struct
 import time
 import tracemalloc
 import warnings
-import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -20,7 +19,6 @@ from mmvllm.processors.images.load import decode_data_uri, load_image
 from mmvllm.processors.images.scan import RefusedImage, needs_limits, scan, scan_exif
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.hostile import (
-    PROFILE,
     SMALL_GIF,
     SMALL_JPEG,
     SMALL_PNG,
@@ -45,18 +43,8 @@ HOSTILE = {
     "is a JPEG with more than 65,536 bytes before or between": lambda: jpeg_with(b"\xff" * 5_000_000),
     "JPEG with more than 65,536 bytes before or between its": lambda: jpeg_with(b"\xff\0" * 2_000_000),
     "is a PNG of more than": lambda: png_with(png_chunk(b"prIv", b"") * 500_000),
-    "PNG of more than": lambda: SMALL_PNG + png_chunk(b"prIv", b"") * 500_000,
-    "is a PNG with more than 16 compressed profiles": lambda: png_with(png_chunk(b"iCCP", PROFILE) * 3000),
-    "PNG with more than 16 compressed profiles": lambda: SMALL_PNG[:-12] + png_chunk(b"iCCP", PROFILE) * 3000,
-    "PNG with more than 16 compressed profiles and texts": lambda: png_with(png_chunk(b"zTXt", b"\0\0" + TEXT) * 3000),
-    "16 compressed profiles and texts": lambda: png_with(png_chunk(b"iTXt", b"k\0\1\0\0\0" + TEXT) * 3000),
-    "a PNG with 20,000,0.. bytes of texts": lambda: png_with(png_chunk(b"tEXt", b"Comment\0" + b"a" * 20_000_000)),
-    "PNG with 20,000,6.. bytes of texts": lambda: png_with(
-        *[png_chunk(b"iTXt", b"k\0\0\0\0\0" + bytes(200_000))] * 100
-    ),
     "it is 600000x1, more than 500000 pixels on a side": lambda: encode(Image.new("L", (600_000, 1))),
     "it is 1x600000, more than 500000 pixels on a": lambda: encode(Image.new("L", (1, 600_000)), "BMP"),
-    "compressed profiles and texts": lambda: png_with(png_chunk(b"iTXt", b"k\0\2\0\0\0" + TEXT) * 3000),
     "JPEG with more than 65,536 bytes before or between": lambda: b"\xff\xd8\xff\xe0\0\x02" + bytes(20_000_000),
     "JPEG with more than 65,536 bytes before or": lambda: b"\xff\xd8\xff\xd9" + b"\xff\xd9a" * 5_000_000,
     "GIF with more than 65,536 bytes before or between": lambda: gif_with(bytes(20_000_000)),
@@ -168,7 +156,6 @@ REAL = {
 }
 
 
-TEXT = zlib.compress(b"x" * 1_000_000 + b"\xff", 9)  # not in UTF-8: Pillow does not count it
 TIFFS = ("TIFF", "fax", "BigTIFF")
 
 UNLIMITED = {
