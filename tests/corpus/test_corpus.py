@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from mmvllm.captioning.run import caption_images
 from mmvllm.captioning.sources import names
@@ -29,8 +29,11 @@ def files() -> list[CorpusFile]:
 
 @pytest.fixture(scope="module")
 def formats(files) -> dict[str, str | None]:
-    """Name of a file -> the format that plain Pillow decodes it as; None if it does not."""
-    return {file.name: None if file.is_hostile else _format(file.data) for file in files}
+    """Name of a file -> the format that plain Pillow, with texts of any size, decodes it as; None if it does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MAX_TEXT_CHUNK", "MAX_TEXT_MEMORY"):
+            patch.setattr(PngImagePlugin, name, 2**31 - 1)
+        return {file.name: None if file.is_hostile else _format(file.data) for file in files}
 
 
 def _format(data: bytes) -> str | None:
