@@ -4,6 +4,8 @@ import asyncio
 import base64
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -29,16 +31,22 @@ def files() -> list[CorpusFile]:
 
 @pytest.fixture(scope="module")
 def formats(files) -> dict[str, str | None]:
-    """Name of a file -> the format that plain Pillow, with texts of any size, decodes it as; None if it does not."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Name of a file -> the format that plain Pillow decodes it as; None if it does not."""
+    return {file.name: None if file.is_hostile else _format(file.data) for file in files}
+
+
+@contextmanager
+def plain_pillow() -> Iterator[None]:
+    """Pillow without warnings, and with texts of any size."""
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
         for name in ("MAX_TEXT_CHUNK", "MAX_TEXT_MEMORY"):
             patch.setattr(PngImagePlugin, name, 2**31 - 1)
-        return {file.name: None if file.is_hostile else _format(file.data) for file in files}
+        yield
 
 
 def _format(data: bytes) -> str | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with plain_pillow():
         try:
             image = Image.open(io.BytesIO(data))
             if image.format == "EPS":  # which Pillow hands to Ghostscript, where that is installed
@@ -104,8 +112,7 @@ def _different(is_accepted: dict[str, bool], formats: dict[str, str | None]) -> 
 def test_accepted_files_are_rgb_of_the_upright_size(files, formats):
     for file in files:
         if formats[file.name] is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with plain_pillow():
                 source = Image.open(io.BytesIO(file.data))
                 source.load()  # which turns a TIFF
                 turned = file.name.startswith("orientation-") and source.getexif().get(0x112) in (5, 6, 7, 8)
