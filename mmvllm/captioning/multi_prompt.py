@@ -101,11 +101,19 @@ def first_error(prompts: Sequence[NamedPrompt], outputs: Sequence[RequestOutput]
     return (f"prompt {prompts[i].name!r}: " if len(outputs) > 1 else ""), output
 
 
-def caption_lines(record: dict) -> str:
-    """Return the text of a record's caption file: its caption, or a line for each of several, without failed ones."""
-    if LIST not in record:
+def caption_lines(record: dict, keeps_breaks: bool = False) -> str:
+    """Return the text of a record's caption file: a line for each caption, without failed ones.
+
+    Training tools read a file's first line, or take each line for a caption. `keeps_breaks` leaves the caption of a
+    record with a single one as it is.
+    """
+    if keeps_breaks and LIST not in record:
         return record["caption"]
-    return "\n".join(" ".join(caption.split()) for _, caption in shown_captions(record))
+    return "\n".join(_one_line(caption) for _, caption in shown_captions(record))
+
+
+def _one_line(caption: str) -> str:
+    return " ".join(filter(None, map(str.strip, caption.splitlines())))
 
 
 def entries_of(record: dict) -> list[dict]:

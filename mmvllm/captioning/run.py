@@ -105,7 +105,7 @@ def caption_images(
                 llm = LLM(model, **engine_args)
                 stack.callback(llm.exit)
             source = Captioner(llm, job, loader, run.workers, run.worker_processes, run.ordered)
-        pending_tasks = PendingTasks(job, selection, out, Progress(), loader)
+        pending_tasks = PendingTasks(job, selection, out, Progress(job.caption("")), loader)
         return CaptionRun(pending_tasks, source, out, run.fail_fast, stack.pop_all().close)
 
 

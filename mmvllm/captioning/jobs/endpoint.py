@@ -41,9 +41,14 @@ SHORTEST_SECRET = 8  # characters; keys such as "none" are not secret, and may b
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)  # in JSON
 _PROXY_LOGIN = re.compile(r"(?:[a-zA-Z0-9.+-]+:/+)?(.*)@")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_FINISH_REASONS = {"stop": "eos"}  # OpenAI's name -> the name in records; other names are kept
-_RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error"})  # the server gave up; a retry may help
-_REFUSED_REASONS = frozenset({"content_filter", "function_call", "tool_calls"})  # a retry would end the same way
+# Names of servers and gateways for a complete text, in lower case -> the name in records; all others are refused.
+_FINISH_REASONS = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_token", "complete"), "eos"),
+    **dict.fromkeys(("length", "max_tokens", "model_length", "limit"), "length"),
+    "repetition": "repetition",
+}
+# The server gave up; a retry may help.
+_RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error", "timeout", "insufficient_system_resource"})
 
 
 class _TryAgain(Exception):
@@ -246,15 +251,13 @@ class Endpoint:
         if len(choices) != n:
             raise RequestError(f"the endpoint returned {len(choices)} completions, but {n} were requested")
         for text, reason in zip(texts, reasons, strict=True):
-            if reason in _RETRIED_REASONS:
+            if reason.lower() in _RETRIED_REASONS:
                 raise _TryAgain(f"a completion ended with the reason {reason!r}")
-            if not isinstance(text, str) or reason in _REFUSED_REASONS:
+            if not isinstance(text, str) or reason.lower() not in _FINISH_REASONS:
                 raise RequestError(f"the endpoint returned no complete text; the finish reason is {reason!r}")
         # The server reports only the total number of tokens, without ids: the first completion has all of them.
         completions = [
-            CompletionOutput(
-                self._checked(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS.get(reason, reason)
-            )
+            CompletionOutput(self._checked(text), range(num_tokens if i == 0 else 0), _FINISH_REASONS[reason.lower()])
             for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
         return RequestOutput("", completions, num_prompt_tokens=num_prompt_tokens)

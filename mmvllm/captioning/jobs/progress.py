@@ -18,14 +18,19 @@ class Progress:
 
     `engine_wait_share` is the share of the time since the first image was prepared in which the engine waited for
     images, in [0, 1]. `num_failed_before` counts the skipped images that an earlier run recorded as failed.
+
+    Args:
+        empty_caption: the caption that the job makes of a text without characters.
     """
 
-    def __init__(self):
+    def __init__(self, empty_caption: str = ""):
+        self._empty_caption = empty_caption.strip()
         self.num_captioned = self.num_duplicates = self.num_failed = self.num_skipped = 0
         self.num_failed_before = 0
         self.ignored = Counts()  # files that are neither images nor videos, by suffix
         self.reasons = Counts()  # of failures
         self.num_repetitions = 0  # captions that were ended because they repeated themselves
+        self.num_empty = 0  # captions, including duplicates, for which the model wrote nothing
         self.num_tokens = 0  # of captions from the model, without copies
         self.num_cut = 0  # captions, including duplicates, whose JSON object is not complete
         self.num_clips = 0  # captioned clips, which the counts above include
@@ -59,6 +64,8 @@ class Progress:
 
     def add(self, record: dict) -> None:
         self.num_cut += sum(map(is_cut, entries_of(record)))
+        captions = (one["caption"] for one in entries_of(record) if one["caption"] is not None)
+        self.num_empty += sum(caption.strip() == self._empty_caption for caption in captions)
         if is_clip(record) and record["error"] is None:
             self.num_clips += 1
             self.video_seconds += record["end"] - record["start"]

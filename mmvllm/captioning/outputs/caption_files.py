@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class CaptionFiles:
         overwrite: replace existing files. Without it, an image whose file exists fails.
         skip_existing: skip images whose file exists.
         suffix: the suffix of the files; by default the suffix of the format.
+        keeps_breaks: write captions of several lines as they are.
     """
 
     def __init__(
@@ -81,8 +83,9 @@ class CaptionFiles:
         overwrite: bool,
         skip_existing: bool,
         suffix: str | None = None,
+        keeps_breaks: bool = False,
     ):
-        self.format, self.output_dir = format, output_dir
+        self.format, self.output_dir, self._keeps_breaks = format, output_dir, keeps_breaks
         self.suffix = suffix or FILE_FORMATS[format][0]
         self.overwrite, self.skip_existing = overwrite, skip_existing
         self.reserved: set[str] = set()  # real paths of files that the job itself reads or writes
@@ -163,6 +166,8 @@ class CaptionFiles:
         Folders are made only below the output folder; the folder of an image exists, unless the image is gone.
         """
         _, render = FILE_FORMATS[self.format]
+        if self._keeps_breaks and render is caption_lines:
+            render = partial(caption_lines, keeps_breaks=True)
         try:
             if self.output_dir is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ class OutputOptions:
             of output decides.
         output_dir: folder for caption files, with the folders of the images; by default they are beside the images.
         caption_extension: suffix of the caption files of txt, such as .caption; by default .txt.
+        keep_line_breaks: write captions of several lines to txt files as they are; by default, spaces replace the line
+            breaks, because training tools take each line for a caption.
         overwrite: replace the output and existing caption files.
         append_anyway: append to an output that was written with other settings.
         skip_existing: skip images whose caption file exists.
@@ -32,6 +34,7 @@ class OutputOptions:
     format: str | None = field(default=None, metadata={"choices": FORMATS})
     output_dir: str | PathLike | None = field(default=None, metadata={"metavar": "DIR"})
     caption_extension: str | None = field(default=None, metadata={"metavar": "SUFFIX"})
+    keep_line_breaks: bool = False
     overwrite: bool = False
     append_anyway: bool = False
     skip_existing: bool = False

@@ -80,7 +80,12 @@ class Output:
         self._unwritten: list[dict] = []  # records whose caption files are not written yet
         if self.format in FILE_FORMATS:
             self.files = CaptionFiles(
-                self.format, options.folder, options.overwrite, options.skip_existing, options.caption_extension
+                self.format,
+                options.folder,
+                options.overwrite,
+                options.skip_existing,
+                options.caption_extension,
+                options.keep_line_breaks,
             )
             self.path = self.path or (options.folder or Path()) / DEFAULT_JOURNAL
         self._folder = OutputFolder(options.folder)

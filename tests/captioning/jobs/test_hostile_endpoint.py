@@ -233,7 +233,7 @@ def test_a_reason_of_an_endpoint_is_cut(folder, tmp_path):
     made["choices"][0]["finish_reason"] = "r" * 10_000
     with fake_endpoint(lambda body, _: as_json(200, made)) as fake:
         (record,) = caption_images(folder / "000.png", endpoint=fake.url, output=tmp_path / "out.jsonl")
-    assert record["finish_reason"] == "r" * 100
+    assert record["error"] == f"the endpoint returned no complete text; the finish reason is {'r' * 100!r}"
 
 
 @pytest.mark.network

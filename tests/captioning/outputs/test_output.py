@@ -142,7 +142,7 @@ def test_groups_of_rows_have_a_limited_size(tmp_path, monkeypatch):
 
 
 def test_txt_files_are_the_captions(caption, folder, tmp_path):
-    made = caption(folder, output=tmp_path / "out.jsonl", format="txt", **AROUND)
+    made = caption(folder, output=tmp_path / "out.jsonl", format="txt", keep_line_breaks=True, **AROUND)
     good = [record for record in made if record["error"] is None]
     assert len(good) == len(NAMES) + 1, [record["error"] for record in made]
     for record in good:
