@@ -22,7 +22,7 @@ from mmvllm.captioning.presets import DEFAULT_PROMPT, PRESET_SCHEMAS, PRESETS
 from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
-from mmvllm.cli.checks import check, print_bundled_notice
+from mmvllm.cli.checks import check, print_bundled_notice, read_file
 from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one
 from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.progress import MODES, Display
@@ -225,7 +225,7 @@ def _ray_options(args: argparse.Namespace) -> RayOptions | None:
 def _prompts(args: argparse.Namespace) -> dict[str, Any]:
     """Return the setting `prompt` or `prompts` that the options select."""
     if args.prompt_file is not None:
-        return {"prompt": _text_of("--prompt-file", args.prompt_file)}
+        return {"prompt": read_file("--prompt-file", args.prompt_file).strip()}
     if args.preset is not None:
         return {"prompt": PRESETS[args.preset]}
     if args.prompts is not None:
@@ -235,7 +235,7 @@ def _prompts(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _list_of(path: Path) -> list:
-    text = _text_of("--prompts", path)
+    text = read_file("--prompts", path)
     try:
         given = parse_json(text)
     except ValueError as error:
@@ -245,13 +245,6 @@ def _list_of(path: Path) -> list:
     return given
 
 
-def _text_of(option: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be read: {explained(error)}") from error
-
-
 def _schema(args: argparse.Namespace) -> str | None:
     """Return the JSON schema of the captions, as text."""
     if args.schema is None:
@@ -259,11 +252,7 @@ def _schema(args: argparse.Namespace) -> str | None:
         return None if own is None else json.dumps(own)
     if args.preset in PRESET_SCHEMAS:
         raise ValueError(f"--preset {args.preset} has its own schema; give --schema with a --prompt")
-    try:
-        return args.schema.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = explained(error) if isinstance(error, OSError) else "it is not UTF-8"
-        raise ValueError(f"--schema {args.schema} cannot be read: {reason}") from error
+    return read_file("--schema", args.schema)
 
 
 def _size(text: str) -> int | str:

@@ -2,9 +2,12 @@
 
 import argparse
 import sys
+from pathlib import Path
 
+from mmvllm.captioning.errors import explained
 from mmvllm.cli.options import given_options
 from mmvllm.config import EngineConfig
+from mmvllm.utils.text import read_text
 
 BUNDLED_NOTICE = (
     "without --model this is the bundled demonstration model, with 3.1 million parameters. It was trained on synthetic "
@@ -28,3 +31,12 @@ def print_bundled_notice(args: argparse.Namespace) -> None:
     """Print to standard error what the bundled model is for, if no other model is selected."""
     if args.model is None:
         print(f"mmvllm {args.command}: {BUNDLED_NOTICE}", file=sys.stderr)
+
+
+def read_file(option: str, path: Path) -> str:
+    """Return the text of an option's file; raises ValueError, which names both."""
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        reason = explained(error) if isinstance(error, OSError) else error
+        raise ValueError(f"{option} {path} cannot be read: {reason}") from None

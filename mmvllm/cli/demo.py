@@ -8,8 +8,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from mmvllm.captioning.errors import explained
-from mmvllm.cli.checks import check, print_bundled_notice
+from mmvllm.cli.checks import check, print_bundled_notice, read_file
 from mmvllm.cli.common import (
     add_completion_arguments,
     add_data_parallel_argument,
@@ -136,7 +135,7 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
     """Return the accepted logins; None accepts everyone."""
     lines = args.auth
     if args.auth_file is not None:
-        lines = [line for line in map(str.strip, _read(args.auth_file).splitlines()) if line]
+        lines = [line for line in map(str.strip, read_file("--auth-file", args.auth_file).splitlines()) if line]
         if not lines:
             raise ValueError(f"{args.auth_file} is empty; write USER:PASSWORD, one to a line")
     users = [(user.strip(), password.strip()) for user, _, password in (line.partition(":") for line in lines)]
@@ -144,12 +143,3 @@ def _users(args: argparse.Namespace) -> list[tuple[str, str]] | None:
         where = "--auth" if args.auth_file is None else f"{args.auth_file}: a line"
         raise ValueError(f"{where} is not USER:PASSWORD, neither of them empty")
     return users or None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"--auth-file {path} cannot be read: {explained(error)}") from None
-    except UnicodeDecodeError:  # the exception's text has bytes of the file
-        raise ValueError(f"--auth-file {path} must be UTF-8") from None

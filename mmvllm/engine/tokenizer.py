@@ -1,6 +1,7 @@
 """The tokenizer of a checkpoint folder."""
 
 import json
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -28,6 +29,7 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
     """
     for file in (file for pattern in FILES for file in folder.glob(pattern)):
         check_file_size(file)
+        _check_unmarked(file)
     try:
         with splitting():  # the normalizer is run on added tokens
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -52,6 +54,14 @@ def load_tokenizer(folder: Path, chat_template: str | PathLike | None = None) ->
     template = _processor_template(folder) if chat_template is None else _given_template(chat_template)
     tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
+
+
+def _check_unmarked(file: Path) -> None:
+    """Raise ValueError for a text with a byte order mark, which transformers does not read or takes for a character."""
+    if file.suffix in (".json", ".jinja", ".txt") and file.is_file():
+        with file.open("rb") as content:
+            if content.read(3).startswith((BOM_UTF8, BOM_UTF16_LE, BOM_UTF16_BE)):
+                raise ValueError(f"{file} begins with a byte order mark; save it as UTF-8 without one")
 
 
 def _given_template(given: str | PathLike) -> str:

@@ -1,5 +1,6 @@
 """Text helpers: format numbers, names and choices for messages, and read untrusted text and JSON."""
 
+import codecs
 import json
 import re
 import unicodedata
@@ -137,9 +138,25 @@ def check_file_size(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
+    """Read a text file as `decode_text` does; raises OSError, and ValueError if it has more than `MAX_JSON_BYTES`."""
     with path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
     if len(content) > MAX_JSON_BYTES:
         raise ValueError(f"it has more than {MAX_JSON_BYTES >> 20} MiB")
-    return content.decode()
+    return decode_text(content)
+
+
+def decode_text(content: bytes) -> str:
+    """Decode what an editor has saved: UTF-8, or UTF-16 with a byte order mark. The mark is no part of the text.
+
+    Raises ValueError, without the bytes of the text, for other encodings.
+    """
+    try:
+        return content.decode(marked_encoding(content) or "utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("it is text neither in UTF-8 nor in UTF-16 with a byte order mark; save it as UTF-8") from None
+
+
+def marked_encoding(content: bytes) -> str | None:
+    """Return "utf-16" for text that begins with its byte order mark, else None."""
+    return "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else None

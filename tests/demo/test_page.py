@@ -376,7 +376,7 @@ def test_a_server_with_the_page_exits_quietly(tmp_path):
         (["--auth-file", "{folder}/token"], "token: a line is not USER:PASSWORD"),
         (["--auth-file", "{folder}/empty"], "is empty; write USER:PASSWORD"),
         (["--auth-file", "{folder}/none"], "No such file"),
-        (["--auth-file", "{folder}/latin"], "latin must be UTF-8\n"),
+        (["--auth-file", "{folder}/latin"], "latin cannot be read: it is text neither in UTF-8"),
         (["--max-image-pixels", "999999999999"], "--max-image-pixels must be from 1 to"),
     ],
 )

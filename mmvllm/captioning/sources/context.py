@@ -10,6 +10,7 @@ from pathlib import Path
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.names import is_media_name
 from mmvllm.errors import ArgumentError
+from mmvllm.utils.text import decode_text
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit
 
 MODES = ("prepend", "append")
@@ -42,21 +43,21 @@ def check_context(suffix: str | None, mode: str) -> None:
 def read_context(item: Item, suffix: str, timeout: float) -> str:
     """Return the text of the file with this suffix beside an image; "" without one, or if the image is not on disk.
 
-    Raises ValueError for a file that cannot be read within `timeout` seconds as UTF-8 text of at most `MAX_BYTES`.
+    Raises ValueError for a file that cannot be read within `timeout` seconds as text of at most `MAX_BYTES`.
     """
     if item.file is None:
         return ""
     path = item.file.with_suffix(suffix)
     try:
-        text = TimeLimit(timeout).run(partial(_read, path)).decode("utf-8-sig").strip()
+        text = decode_text(TimeLimit(timeout).run(partial(_read, path))).strip()
     except FileNotFoundError:
         return ""
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: the context is not UTF-8 text") from None
     except TimeIsOver:
         raise ValueError(f"{path}: the context cannot be read (it takes longer than {timeout:g} s)") from None
     except OSError as error:
         raise ValueError(f"{path}: the context cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: the context cannot be read ({error})") from None
     if "\0" in text:
         raise ValueError(f"{path}: the context has a NUL character")
     return text

@@ -5,12 +5,13 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
 from mmvllm.captioning.sources.items import Item
 from mmvllm.captioning.sources.names import URL, is_video_name, relative_of_url, relative_path
-from mmvllm.utils.text import check_json_size, parse_json
+from mmvllm.utils.text import check_json_size, marked_encoding, parse_json
 
 SUFFIXES = (".jsonl", ".lst", ".txt")
 MAX_SECONDS = 1e9
@@ -40,7 +41,7 @@ def in_list(path: str) -> Iterator[Item]:
     item = _json_item if path.lower().endswith(".jsonl") else _text_item
     folder, stem = os.path.dirname(path), "stdin" if path == "-" else PurePath(path).stem
     with _open_stdin() if path == "-" else open_list(path) as file:
-        for number, text in enumerate(_lines(file), 1):
+        for number, text in enumerate(_lines(in_utf_8(file)), 1):
             is_long = len(text) > MAX_LINE_BYTES
             text = (text.removeprefix(b"\xef\xbb\xbf") if number == 1 else text).removesuffix(b"\n").removesuffix(b"\r")
             line = _Line(text, folder, f"{path}:{number}", relative_path(f"{stem}-{number}"))
@@ -52,6 +53,17 @@ def in_list(path: str) -> Iterator[Item]:
                 yield item(line)
 
 
+def in_utf_8(file: BufferedReader) -> BinaryIO:
+    """Return a list in UTF-8; one in UTF-16, as Windows PowerShell writes it, is recognized by its byte order mark."""
+    encoding = marked_encoding(file.peek(2)[:2])
+    return file if encoding is None else _Recoded(file, encoding, errors="replace", newline="\n")
+
+
+class _Recoded(TextIOWrapper):
+    def readline(self, size: int = -1) -> bytes:
+        return super().readline(size).encode("utf-8", "surrogatepass")
+
+
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a list; a line that is too long, and may never end, is cut off."""
     while text := file.readline(MAX_LINE_BYTES + 1):
@@ -60,12 +72,12 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
             text = file.readline(MAX_LINE_BYTES + 1)
 
 
-def _open_stdin() -> BinaryIO:
+def _open_stdin() -> BufferedReader:
     # Not sys.stdin.buffer: a thread blocked in its readline holds a lock that the interpreter needs to exit.
     return open(0, "rb", closefd=False)
 
 
-def open_list(path: str) -> BinaryIO:
+def open_list(path: str) -> BufferedReader:
     try:
         return open(path, "rb")
     except OSError as error:
