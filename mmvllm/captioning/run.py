@@ -84,9 +84,9 @@ def caption_images(
         out = Output(job, outputs)
         stack.callback(out.close)
         out.reserve(path for path in paths if os.path.isfile(path))
-        loader = ItemLoader(timeouts, run.workers)
+        loader = ItemLoader(timeouts, run.workers, run.accept_truncated)
         stack.callback(loader.close)
-        spec = EngineSpec(job, model, engine_args, run.workers, run.worker_processes, timeouts)
+        spec = EngineSpec(job, model, engine_args, run.workers, run.worker_processes, timeouts, run.accept_truncated)
         places = _places(run.data_parallel_size, engine_args)
         if ray is not None:
             from mmvllm.captioning.jobs.ray_source import RaySource  # imported here because Ray is optional

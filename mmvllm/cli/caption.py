@@ -42,7 +42,7 @@ PROMPT_FIELDS = (
 VIDEO_FIELDS = ("video_fps", "video_frames", "video_max_pixels", "clip_seconds", "animations_as_clips")
 # Fields of OutputOptions and of RunOptions that select images.
 SELECTION_FIELDS, RUN_SELECTION_FIELDS = ("skip_existing", "retry_failed"), ("limit", "shard", "fail_fast")
-PREPARATION_FIELDS = ("workers", "worker_processes", "image_timeout", "video_timeout")
+PREPARATION_FIELDS = ("accept_truncated", "workers", "worker_processes", "image_timeout", "video_timeout")
 # Arguments of fields of EndpointOptions and of RayOptions.
 ENDPOINT_NAMES = {
     "url": "endpoint",

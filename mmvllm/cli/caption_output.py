@@ -27,6 +27,7 @@ def summarize(job: "CaptionRun") -> dict[str, str]:
         "clips": f"{p.num_clips:,} with a caption, {p.video_seconds:,.1f} s of video",
         "duplicates": f"{p.num_duplicates:,} (caption copied from an equal {_noun(p)})",
         "cut short": f"{p.num_cut:,} (no object; a larger --max-tokens lets them be completed)",
+        "truncated": f"{p.num_truncated:,} (the last rows of the image are missing, and gray)",
         "empty": f"{p.num_empty:,} (the model wrote nothing)",
         "failed": f"{p.num_failed:,}{again}",
         "failed before": f"{failed_before:,} (recorded by an earlier run){again}",

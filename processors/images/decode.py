@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, closing
-from functools import cache
+from functools import cache, partial
 
 from PIL import Image, UnidentifiedImageError
 
@@ -12,11 +12,21 @@ from mmvllm.errors import ImageError
 from mmvllm.processors.images.draft import Draft, with_source_size
 from mmvllm.processors.images.pixels import orientation_of, upright_rgb
 from mmvllm.processors.images.png import PNG_MAGIC, essential_chunks
-from mmvllm.processors.images.scan import RefusedImage, check_opened, embedded_size, read_in_few_pieces, scan
+from mmvllm.processors.images.scan import (
+    RefusedImage,
+    check_opened,
+    embedded_size,
+    has_all_scans,
+    read_in_few_pieces,
+    scan,
+)
 
 Reserve = Callable[[int], AbstractContextManager]
 
 MAX_SIDE = 500_000  # pixels; each row takes 12 extra bytes in each copy, whatever its width
+_END_OF_JPEG = b"\xff\xd9"
+_NOISE = b"\xa5\x3c" * 64
+_TRUNCATED = "mmvllm.truncated"  # in `Image.info`
 _ICONS = (b"\0\0\1\0", b"icns")
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
 
@@ -38,11 +48,13 @@ def decode(
     reserve: Reserve,
     formats: Collection[str] | None = None,
     draft: Draft | None = None,
+    accept_truncated: bool = False,
 ) -> Image.Image:
     """Return a new upright RGB image; raises ImageError, which references neither image data nor other exceptions."""
     try:
         if isinstance(source, bytes):
-            return _decode_bytes(source, max_pixels, reserve, readable_formats(formats), draft)
+            decode_one = partial(_decode_bytes, max_pixels=max_pixels, reserve=reserve, draft=draft)
+            return _decode_whole(source, partial(decode_one, formats=readable_formats(formats)), accept_truncated)
         return _decode_image(source, max_pixels, reserve)
     except UnidentifiedImageError:
         reason = _unidentified(source, formats)
@@ -67,6 +79,36 @@ def _formats() -> list[str]:
     else:
         register_heif_opener()
     return [name for name in Image.OPEN if name != "EPS"]
+
+
+def is_truncated(image: Image.Image) -> bool:
+    """Return whether the image is from a file that lacks its end, which `accept_truncated` permits."""
+    return _TRUNCATED in image.info
+
+
+def _decode_whole(data: bytes, decode_one: Callable[[bytes], Image.Image], accept_truncated: bool) -> Image.Image:
+    """Decode an encoded image, also a JPEG that lacks nothing but its end marker.
+
+    libjpeg replaces missing data silently. Nothing is missing if other bytes before the end marker change no pixel.
+    """
+    try:
+        return decode_one(data)
+    except OSError as error:
+        if not data.startswith(b"\xff\xd8\xff") or "image file is truncated" not in str(error):
+            raise
+        reason = str(error)
+    data = data.rstrip(b"\xff")  # perhaps the first half of the end marker
+    image = decode_one(data + _END_OF_JPEG)
+    try:
+        is_whole = has_all_scans(data) and decode_one(data + _NOISE + _END_OF_JPEG).tobytes() == image.tobytes()
+    except Exception:  # from Pillow's readers, or for damaged headers
+        is_whole = False
+    if is_whole:
+        return image
+    if not accept_truncated:
+        raise OSError(reason)
+    image.info[_TRUNCATED] = True
+    return image
 
 
 def _decode_bytes(

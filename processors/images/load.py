@@ -53,6 +53,7 @@ def load_image(
     formats: Collection[str] | None = None,
     reserve: Reserve = DECODING.reserve,
     check: Callable[[bytes], None] | None = None,
+    accept_truncated: bool = False,
 ) -> Image.Image:
     """Load an image as a new upright 8-bit RGB image.
 
@@ -71,11 +72,13 @@ def load_image(
         reserve: called before decoding with the bytes that it takes; returns a context manager that waits until there
             is room for them. By default, the whole process shares `DECODING`.
         check: called with an encoded image before it is decoded.
+        accept_truncated: load a JPEG that lacks its last rows, which become gray; `is_truncated` then returns True. A
+            JPEG that lacks only its end marker is not truncated.
 
     Raises ImageError, a ValueError that references no decoded image and no other exception, or an error of `check`.
     """
     try:
-        return _load(source, draft, max_source_pixels, formats, reserve, check)
+        return _load(source, draft, max_source_pixels, formats, reserve, check, accept_truncated)
     except ImageError as error:
         failure = without_frames(error)
     try:
@@ -91,6 +94,7 @@ def _load(
     formats: Collection[str] | None,
     reserve: Reserve,
     check: Callable[[bytes], None] | None,
+    accept_truncated: bool,
 ) -> Image.Image:
     max_pixels = MAX_SOURCE_PIXELS if max_source_pixels is None else max_source_pixels
     if isinstance(source, Image.Image):
@@ -106,7 +110,7 @@ def _load(
             raise ImageError(name, "is empty (0 bytes)")
         if check is not None:
             check(data)
-        image = decode(data, name, max_pixels, reserve, formats, draft)
+        image = decode(data, name, max_pixels, reserve, formats, draft, accept_truncated)
     if 0 in image.size:
         raise ImageError(name, f"has no pixels, it is {image.width}x{image.height}")
     return image

@@ -71,7 +71,7 @@ class Captioner:
         self._num_workers = num_workers or NUM_WORKERS
         self._processes = None
         if in_processes:
-            self._processes = WorkerProcesses(llm.processor, self._num_workers, loader.timeouts)
+            self._processes = WorkerProcesses(llm.processor, self._num_workers, loader)
         if llm is not None:
             _check_prompt(llm, settings)
         self._prefetcher: Prefetcher | None = None

@@ -32,6 +32,7 @@ class EngineSpec:
     num_workers: int | None
     worker_processes: bool
     timeouts: Timeouts
+    accept_truncated: bool = False
     num_threads: int = 1
 
 
@@ -43,7 +44,7 @@ class EngineWorker:
         llm = LLM(spec.model, **spec.engine_args)
         self.max_requests = llm.admission.max_requests
         num_workers = spec.num_workers or spec.num_threads
-        loader = ItemLoader(spec.timeouts, num_workers)
+        loader = ItemLoader(spec.timeouts, num_workers, spec.accept_truncated)
         self._captioner = Captioner(llm, spec.settings, loader, num_workers, spec.worker_processes)
         self._tickets = map(str, count())
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()

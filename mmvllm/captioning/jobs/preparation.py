@@ -7,9 +7,9 @@ from typing import Any
 
 from PIL.Image import Image
 
+from mmvllm.captioning.outputs.record import TRUNCATED
 from mmvllm.captioning.sources.items import Item, item_of
-from mmvllm.captioning.sources.loading import Loader, LoaderInWorker, run_for
-from mmvllm.captioning.sources.timeouts import Timeouts
+from mmvllm.captioning.sources.loading import ItemLoader, Loader, LoaderInWorker, run_for
 from mmvllm.errors import ArgumentError
 from mmvllm.inputs import EngineInput
 from mmvllm.processes.pool import WorkerPool
@@ -17,6 +17,7 @@ from mmvllm.processors.budget import DECODING
 from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor
 from mmvllm.processors.digest import digest_of
+from mmvllm.processors.images.decode import is_truncated
 from mmvllm.processors.images.draft import Draft, source_size
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import Load
@@ -93,10 +94,11 @@ def _with_media_of(first: EngineInput, other: EngineInput) -> EngineInput:
 
 
 def image_info(image: Image) -> dict[str, Any]:
-    """Return the digest of the decoded pixels (32 hex digits) and the size of the upright image."""
+    """Return the digest of the decoded pixels (32 hex digits), the size of the upright image, and whether it is cut."""
     digest = digest_of(f"{image.size}".encode(), image.tobytes())
     width, height = source_size(image)
-    return {"digest": digest.hex(), "width": width, "height": height}
+    info = {"digest": digest.hex(), "width": width, "height": height}
+    return info | {TRUNCATED: True} if is_truncated(image) else info
 
 
 def _clip_info(item: Item, clip: Clip) -> dict[str, Any]:
@@ -154,10 +156,10 @@ class WorkerProcesses:
     Raises ArgumentError for a processor that cannot be pickled.
     """
 
-    def __init__(self, processor: Processor | HFProcessor, num_workers: int, timeouts: Timeouts):
-        self._timeouts = timeouts
+    def __init__(self, processor: Processor | HFProcessor, num_workers: int, loader: ItemLoader):
+        self._timeouts, arguments = loader.timeouts, (processor, loader.accept_truncated)
         try:
-            self._pool = WorkerPool(num_workers, _start_worker, (processor,), reserve=DECODING.reserve)
+            self._pool = WorkerPool(num_workers, _start_worker, arguments, reserve=DECODING.reserve)
         except Exception as error:  # pickling may raise any exception
             raise ArgumentError(
                 "{worker_processes} needs a processor that can be pickled: {reason}", reason=error
@@ -175,9 +177,9 @@ class WorkerProcesses:
 _prepare: CaptionPreparer | None = None  # set in a worker process
 
 
-def _start_worker(processor: Processor | HFProcessor) -> None:
+def _start_worker(processor: Processor | HFProcessor, accept_truncated: bool) -> None:
     global _prepare
-    _prepare = CaptionPreparer(processor, LoaderInWorker())
+    _prepare = CaptionPreparer(processor, LoaderInWorker(accept_truncated))
 
 
 def _prepare_in_worker(request: dict) -> CaptionInput:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmvllm.captioning.json_captions import is_cut
 from mmvllm.captioning.multi_prompt import entries_of
-from mmvllm.captioning.outputs.record import is_clip
+from mmvllm.captioning.outputs.record import TRUNCATED, is_clip
 from mmvllm.captioning.sources.counts import Counts
 
 _OF_THE_WALK = ("num_skipped", "num_failed_before", "num_further_clips")
@@ -31,6 +31,7 @@ class Progress:
         self.reasons = Counts()  # of failures
         self.num_repetitions = 0  # captions that were ended because they repeated themselves
         self.num_empty = 0  # captions, including duplicates, for which the model wrote nothing
+        self.num_truncated = 0  # captions, including duplicates, of images that lack their last rows
         self.num_tokens = 0  # of captions from the model, without copies
         self.num_cut = 0  # captions, including duplicates, whose JSON object is not complete
         self.num_clips = 0  # captioned clips, which the counts above include
@@ -66,6 +67,7 @@ class Progress:
         self.num_cut += sum(map(is_cut, entries_of(record)))
         captions = (one["caption"] for one in entries_of(record) if one["caption"] is not None)
         self.num_empty += sum(caption.strip() == self._empty_caption for caption in captions)
+        self.num_truncated += record["error"] is None and TRUNCATED in record
         if is_clip(record) and record["error"] is None:
             self.num_clips += 1
             self.video_seconds += record["end"] - record["start"]

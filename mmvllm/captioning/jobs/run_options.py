@@ -14,6 +14,7 @@ class RunOptions:
         limit: caption at most this many images that are not recorded yet.
         shard: caption the I-th of N parts of the images, 1/N to N/N, which a hash of each path selects; give all N runs
             the same paths.
+        accept_truncated: caption JPEGs that lack their last rows, which become gray; records have "truncated": true.
         fail_fast: stop at the first failure.
         ordered: record images in the order in which they are found, not as they finish.
         workers: number of threads that prepare images; by default one for each core, at most 8.
@@ -27,6 +28,7 @@ class RunOptions:
 
     limit: int | None = None
     shard: tuple[int, int] | None = field(default=None, metadata={"metavar": "I/N"})
+    accept_truncated: bool = False
     fail_fast: bool = False
     ordered: bool = False
     workers: int | None = None

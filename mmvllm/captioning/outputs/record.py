@@ -35,6 +35,7 @@ COLUMNS = {
     "settings": str,  # fingerprint of the settings
     "key": str,  # identifies the image or clip with this prompt and these settings
 }
+TRUNCATED = "truncated"  # a further field, True, of a record whose image lacks its last rows
 MEDIA_INFO = ("digest", "width", "height", "duration", "start", "end", "num_frames", "fps")  # from preparation
 MAX_LINE_BYTES = 16 << 20  # several million tokens; a parsed line can take 30 times its size in memory
 _KEY = re.compile(r"[0-9a-f]{32}")

@@ -178,7 +178,7 @@ def _cards(records: Iterable[dict], home: Path, timeouts: Timeouts) -> Iterator[
     tar_index = lru_cache(maxsize=8)(_tar_index)  # several engines may caption several tars at a time
     with (
         ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="mmvllm-thumbnail") as pool,
-        closing(ItemLoader(timeouts, NUM_WORKERS)) as loader,
+        closing(ItemLoader(timeouts, NUM_WORKERS, accept_truncated=True)) as loader,
     ):
         for index, record in enumerate(records):
             card = _card(record, home)

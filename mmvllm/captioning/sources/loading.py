@@ -54,10 +54,16 @@ class ItemLoader:
         timeouts: limits after which a thread is abandoned, or a process is killed.
         num_workers: maximum number of worker processes; they are started when a video, or an image that needs limits,
             is loaded.
+        accept_truncated: see `load_image`.
     """
 
-    def __init__(self, timeouts: Timeouts = DEFAULT_TIMEOUTS, num_workers: int | None = None):
-        self.timeouts = timeouts
+    def __init__(
+        self,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        num_workers: int | None = None,
+        accept_truncated: bool = False,
+    ):
+        self.timeouts, self.accept_truncated = timeouts, accept_truncated
         self._pool = WorkerPool(num_workers or NUM_WORKERS, import_video_decoders, reserve=VIDEO_DECODING.reserve)
 
     def close(self) -> None:
@@ -72,13 +78,20 @@ class ItemLoader:
             if num_bytes > MAX_THREAD_BYTES:
                 raise _NeedsLimits
             with outside(limit, ENCODED.reserve)(num_bytes):
-                return load_image(item.read(), draft, formats=FORMATS, reserve=reserve, check=_check_thread_may_decode)
+                return load_image(
+                    item.read(),
+                    draft,
+                    formats=FORMATS,
+                    reserve=reserve,
+                    check=_check_thread_may_decode,
+                    accept_truncated=self.accept_truncated,
+                )
 
         try:
             return self.timeouts.load(item, load)
         except _NeedsLimits:
             pass  # continues below, where the error no longer holds the encoded image; a URL is downloaded again
-        return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft)
+        return run_for(item, self.timeouts, self._pool, load_limited_image, item, draft, self.accept_truncated)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
         """Load the frames that the plan selects; raises ValueError."""
@@ -101,9 +114,12 @@ def _check_thread_may_decode(data: bytes) -> None:
 class LoaderInWorker:
     """The loader inside a worker process, which the parent process kills if loading takes too long."""
 
+    def __init__(self, accept_truncated: bool = False):
+        self._accept_truncated = accept_truncated
+
     def image(self, item: Item, draft: Draft | None = None) -> Image:
         """Load the image of an item; raises ValueError."""
-        return load_limited_image(item, draft)
+        return load_limited_image(item, draft, self._accept_truncated)
 
     def clip(self, item: Item, plan: ClipPlan) -> Clip:
         """Load the frames that the plan selects; raises ValueError."""
@@ -130,11 +146,10 @@ def run_for(item: Item, timeouts: Timeouts, pool: WorkerPool, task: Callable[...
 # The functions below run in worker processes.
 
 
-def load_limited_image(item: Item, draft: Draft | None) -> Image:
+def load_limited_image(item: Item, draft: Draft | None, accept_truncated: bool) -> Image:
     """Load the image of an item within the memory limit; raises ValueError."""
-    return _limited(
-        lambda source, reserve: load_image(source, draft, formats=FORMATS, reserve=reserve), item, item.num_bytes
-    )
+    load = partial(load_image, draft=draft, formats=FORMATS, accept_truncated=accept_truncated)
+    return _limited(lambda source, reserve: load(source, reserve=reserve), item, item.num_bytes)
 
 
 def load_clip(item: Item, plan: ClipPlan) -> Clip:
