@@ -6,15 +6,11 @@ import threading
 import pytest
 
 from mmvllm.media.policy import MediaError
-from tests.helpers.serving.web import FakeNetwork, StubServer, fake_network, fetch_from, local
+from tests.helpers.serving.web import StubServer, fetch_from, local
+
+pytestmark = pytest.mark.network
 
 
-@pytest.fixture
-def network(monkeypatch) -> FakeNetwork:
-    return fake_network(monkeypatch)
-
-
-@pytest.mark.network
 def test_interim_responses_without_end_are_refused(network):
     async def blast(writer):
         while True:
@@ -25,7 +21,6 @@ def test_interim_responses_without_end_are_refused(network):
         fetch_from(StubServer({"/a.png": blast}), local())
 
 
-@pytest.mark.network
 def test_chunks_of_little_data_and_long_extensions_are_refused(network):
     async def blast(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -37,7 +32,6 @@ def test_chunks_of_little_data_and_long_extensions_are_refused(network):
         fetch_from(StubServer({"/a.png": blast}), local(max_bytes=10**6))
 
 
-@pytest.mark.network
 def test_a_few_interim_responses_and_a_large_body_are_read(network):
     body = b"a" * 2**20
 
@@ -48,7 +42,6 @@ def test_a_few_interim_responses_and_a_large_body_are_read(network):
     assert fetch_from(StubServer({"/a.png": respond}), local()) == body
 
 
-@pytest.mark.network
 def test_bytes_are_counted_as_they_arrive(network):
     is_counted, counts = threading.Event(), []
 
@@ -65,7 +58,6 @@ def test_bytes_are_counted_as_they_arrive(network):
     assert counts == [100, 100]
 
 
-@pytest.mark.network
 def test_bytes_that_may_not_be_held_end_a_fetch(network):
     async def respond(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + b"a" * 100)

@@ -2,37 +2,27 @@
 
 import argparse
 import pickle
-import struct
-import zlib
 from pathlib import Path
 
 import pytest
 
 from mmvllm.cli.media import OPTIONS, add_media_options, media_policy
-from mmvllm.errors import ArgumentError
+from mmvllm.errors import ArgumentError, VideoError
 from mmvllm.media.policy import MediaError, MediaPolicy
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.images import encode
+from tests.helpers.media.loading import png
+from tests.helpers.media.videos import FramesAt, make_clip
 from tests.helpers.serving.web import PNG
 
 # Loading
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG that claims a size and has no pixels."""
-    chunks = [b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0), b"IDAT"]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
-    )
-
-
-def test_an_image_over_the_pixel_limit_is_refused_undecoded():
-    with pytest.raises(ValueError, match=r"too large to decode \(.*\); shrink it first"):
-        MediaPolicy().load(bomb(50_000, 50_000))
+def test_an_image_over_the_default_pixel_limit_is_refused_undecoded():
     with pytest.raises(ValueError, match=r"too large to decode \(it is 8001x8000, more than 64000000 pixels\)"):
-        MediaPolicy().load(bomb(8001, 8000))
+        MediaPolicy().load(png(8001, 8000, 8, 2, b""))
     with pytest.raises(ValueError, match="truncated"):
-        MediaPolicy().load(bomb(8000, 8000))  # allowed, so it is decoded
+        MediaPolicy().load(png(8000, 8000, 8, 2, b""))  # allowed, so it is decoded
 
 
 def test_the_pixel_limit_itself_is_allowed():
@@ -57,10 +47,27 @@ def test_bytes_over_the_limit_are_refused():
         MediaPolicy(max_bytes=len(PNG) - 1).load(PNG)
 
 
+def test_videos_have_the_limits_of_the_policy(tmp_path):
+    data = make_clip(tmp_path / "a.mp4").read_bytes()
+    for limits, message in (
+        ({"max_pixels": 6143}, "has frames of 96x64, more than 6143 pixels"),
+        ({"max_video_pixels": 1000}, "24 frames of 96x64 are more than 1000 pixels"),
+        ({"max_video_seconds": 2}, "lasts 3 s, more than 2 s"),
+    ):
+        with pytest.raises(VideoError, match=f"the video of {len(data)} bytes: {message}"):
+            MediaPolicy(**limits).load_video(data, FramesAt())
+
+
 @pytest.mark.parametrize("source", [Path(__file__), __file__, f"file://{__file__}", "http://127.0.0.1/a.png", 7])
 def test_a_path_that_a_client_may_have_chosen_is_never_read(source):
     with pytest.raises(MediaError, match="must be given as bytes, not as"):
         MediaPolicy().load(source)
+
+
+ABOVE_0 = (
+    *("max_bytes", "connect_timeout", "read_timeout", "total_timeout", "image_timeout"),
+    *("max_video_bytes", "max_video_seconds", "max_video_pixels", "video_timeout"),
+)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +75,10 @@ def test_a_path_that_a_client_may_have_chosen_is_never_read(source):
     [
         ({"allowed_domains": "example.org"}, "allowed_domains must be a tuple of strings, got one string"),
         ({"allowed_networks": "10.0.0.0/8"}, "allowed_networks must be a tuple of strings, got one string"),
-        ({"max_bytes": 0}, "max_bytes must be above 0, got 0"),
         ({"total_timeout": -1}, "total_timeout must be above 0, got -1"),
-        ({"image_timeout": 0}, "image_timeout must be above 0, got 0"),
+        *(({name: 0}, f"^{name} must be above 0, got 0") for name in ABOVE_0),
         ({"max_redirects": -1}, "max_redirects must be at least 0, got -1"),
+        ({"max_pixels": 0}, "^max_pixels must be from 1 to.*, got 0"),
     ],
 )
 def test_invalid_limits_are_refused(given, message):
@@ -82,8 +89,6 @@ def test_invalid_limits_are_refused(given, message):
 def test_errors_name_arguments_of_python():
     with pytest.raises(ArgumentError, match=r"^allowed_domains: 'a:80' is not a host in canonical form; write example"):
         MediaPolicy(allowed_domains=("a:80",))
-    with pytest.raises(ArgumentError, match=r"^max_pixels must be from 1 to.*, got 0"):
-        MediaPolicy(max_pixels=0)
 
 
 def test_a_media_error_has_its_field_and_another_name_for_it():

@@ -174,6 +174,7 @@ def test_the_login_of_a_proxy_is_not_sent_to_a_host(monkeypatch):
         "http://user:hid?den@127.0.0.1/a.png",
         "http://user:hidden@host:port/a.png",
         "http://user:hidden@[::1/a.png",
+        "http://user:hidden@/a.png",
         "http://user:hidden@127.0.0.1:1/a@2x.png",
     ],
 )

@@ -16,7 +16,6 @@ steady = settings(max_examples=150)
 
 BY_HAND = {
     "text": (3, [], [[0, 1, 2]] * 3, 0),
-    "one token": (1, [], [[0]] * 3, 0),
     "nothing": (0, [], [[], [], []], 0),
     # Two rows of three tokens; the positions of the text continue after the longer side.
     "image in text": (
@@ -28,18 +27,6 @@ BY_HAND = {
             [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
         ],
         -3,
-    ),
-    "image alone": (4, [(0, (1, 4, 4))], [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]], -2),
-    "one-token image": (3, [(1, (1, 2, 2))], [[0, 1, 2]] * 3, 0),
-    "two images, then text": (
-        8,
-        [(1, (1, 2, 4)), (4, (1, 6, 2))],
-        [
-            [0, 1, 1, 3, 4, 4, 4, 7],
-            [0, 1, 1, 3, 4, 5, 6, 7],
-            [0, 1, 2, 3, 4, 4, 4, 7],
-        ],
-        0,
     ),
     "adjacent images": (4, [(0, (1, 2, 4)), (2, (1, 4, 2))], [[0, 0, 2, 2], [0, 0, 2, 3], [0, 1, 2, 2]], 0),
     "two frames": (
@@ -54,7 +41,6 @@ BY_HAND = {
     ),
     # transformers continues after the longer side, whatever the number of frames, and so do generated tokens.
     "more frames than rows": (5, [(1, (3, 2, 2))], [[0, 1, 2, 3, 2], [0, 1, 1, 1, 2], [0, 1, 1, 1, 2]], -2),
-    "a video alone": (3, [(0, (3, 2, 2))], [[0, 1, 2], [0, 0, 0], [0, 0, 0]], -2),
 }
 
 

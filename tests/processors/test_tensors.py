@@ -10,7 +10,7 @@ from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
 from mmvllm.inputs import EngineInput, MediaRules
 from mmvllm.processors.tensors import input_from_tensors, own_grids, own_token_ids
-from tests.helpers.engine.requests import ask, digests_of, noise_image, patches_of
+from tests.helpers.engine.requests import ask, noise_image, patches_of
 
 PAD, PATCH_DIM = 9, 6
 RULES = MediaRules(PAD, None, 7, 8, "<start>", "<image>", "<video>", "<end>", merge_size=2, patch_dim=PATCH_DIM)
@@ -39,7 +39,6 @@ FORMS = {
     "packed tensor": torch.tensor(PIXELS),
     "tensor with a gradient": torch.tensor(PIXELS, requires_grad=True),
     "list of arrays": [PIXELS[:4], PIXELS[4:]],
-    "tuple of tensors": (torch.tensor(PIXELS[:4]), torch.tensor(PIXELS[4:])),
     "array and tensor": [PIXELS[:4], torch.tensor(PIXELS[4:])],
     "lists of numbers": [PIXELS[:4].tolist(), PIXELS[4:].tolist()],
     "columns of a larger tensor": torch.tensor(np.tile(PIXELS, 2))[:, :PATCH_DIM],
@@ -79,7 +78,6 @@ def test_digests_differ_by_values_dtype_and_grid():
 
 BAD_GRIDS = {
     "1-D": ([1, 2, 2], r"must have shape \(number of images, 3\), got \(3,\)"),
-    "1-D array": (np.array([1, 2, 2]), r"must have shape .*, got \(3,\)"),
     "(N, 2)": (np.ones((2, 2)), r"must have shape .*, got \(2, 2\)"),
     "3-D": (torch.ones(1, 1, 3), r"must have shape .*, got \(1, 1, 3\)"),
     "ragged": ([(1, 2, 2), (1, 2)], "rows of different lengths"),
@@ -87,12 +85,9 @@ BAD_GRIDS = {
     "nan": ([(1, float("nan"), 2)], "must have integers, got"),
     "infinite": ([(1, float("inf"), 2)], "must have integers, got"),
     "negative": ([(1, -2, 2)], r"must have positive sizes, .*, got \(1, -2, 2\)"),
-    "zero": (torch.zeros(1, 3), "must have positive sizes"),
     "odd": ([(1, 3, 2)], "multiples of 2"),
     "bool": (np.ones((1, 3), dtype=bool), "must have integers, got"),
-    "strings": ([("a", "b", "c")], "must have integers, got"),
     "a number": (5, "image_grid_thw must be an array or a list, got 5"),
-    "0-D": (torch.tensor(5), "must be an array or a list"),
     "None inside": ([None], "must have shape"),
 }
 
@@ -116,14 +111,10 @@ def test_grids_are_taken_from_any_container(given):
 
 BAD_PIXELS = {
     "int32": (torch.zeros(12, PATCH_DIM, dtype=torch.int32), "have dtype torch.int32; give uint8 patches, or floats"),
-    "int64 array": (np.zeros((12, PATCH_DIM), dtype=np.int64), "have dtype torch.int64"),
-    "bool": (np.zeros((12, PATCH_DIM), dtype=bool), "have dtype torch.bool"),
     "complex": (torch.zeros(12, PATCH_DIM, dtype=torch.complex64), "have dtype torch.complex64"),
     "one image of two": ([torch.zeros(4, PATCH_DIM), torch.zeros(8, PATCH_DIM).int()], "have dtype torch.int32"),
     "objects": (np.zeros((12, PATCH_DIM), dtype=object), "cannot be read"),
-    "strings": (["abc"], "cannot be read"),
     "a number": (1.5, "pixel_values must be an array or a list, got 1.5"),
-    "0-D": (torch.tensor(1.0), "must be an array or a list"),
     "None": (None, r"have shapes \[\]"),
     "no rows": (np.empty((0, PATCH_DIM)), r"have shapes \[\(0, 6\)\], .* needs \[\(4, 6\), \(8, 6\)\]"),
     "too few rows": (PIXELS[1:], r"have shapes \[\(11, 6\)\], .* needs"),
@@ -236,28 +227,11 @@ def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, 
     assert other.generate_multimodal(question, SHORT)[0].token_ids == want, "the cached embeddings belong to the image"
 
 
-def test_a_caller_may_overwrite_a_list_of_ids_and_of_arrays(checkpoint, make_llm):
-    llm = make_llm(checkpoint)
-    pad = llm.engine.model_config.image_token_id
-    ids, pixels = [pad] * 4 + [5], [np.full((16, 1176), 0.5, dtype=np.float32)]
-    want = [[pad] * 4 + [5], [np.full((16, 1176), 0.5, dtype=np.float32)]]
-    for given_ids, given_pixels in ((ids, pixels), want):
-        llm.add_request(given_ids, SHORT, pixel_values=given_pixels, image_grid_thw=[(1, 4, 4)])
-    overwrite(ids, pixels[0])
-    outputs = []
-    while not llm.engine.is_finished():
-        outputs += llm.step()[0]
-    assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].prompt_token_ids == want[0]
-
-
-def test_the_processor_owns_the_pixels_of_arrays(checkpoint, make_llm):
-    llm = make_llm(checkpoint)
-    array = np.array(noise_image(56, 56))  # no resize: nothing else would copy
-    prompt = llm.processor(ask(array, "What?"))
-    before = [patches.clone() for patches in patches_of(prompt)]
-    array[:] = 0
-    assert all(torch.equal(a, b) for a, b in zip(before, patches_of(prompt), strict=True))
-    assert digests_of(prompt) != digests_of(llm.processor(ask(array, "What?")))
+def test_patches_of_a_list_of_arrays_are_copies():
+    given = [PIXELS[:4].copy(), PIXELS[4:].copy()]
+    made = items(given)
+    overwrite(*given)
+    assert all(torch.equal(a.patches, b.patches) for a, b in zip(made, items(), strict=True))
 
 
 def test_a_video_that_goes_on_behind_an_image_is_refused():

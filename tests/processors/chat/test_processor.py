@@ -174,12 +174,6 @@ def test_bounds_of_a_request_apply_to_every_image(processor):
     assert [prod(grid) // 4 for grid in grids_of(processor(ask(A, B)))] == [28, 45]
 
 
-def test_sizes_of_a_part_are_multiples_of_the_checkpoints_patch_size(tokenizer):
-    process = Processor(tokenizer, ImageProcessor(image_config(patch_size=16)), RULES)
-    prompt = process(user({"image": A, "resized_height": 300, "resized_width": 300}))
-    assert grids_of(prompt) == [(1, 18, 18)]  # 9.4 times 32, not 10.7 times 28
-
-
 def test_bounds_of_a_request_narrow_those_of_a_foreign_processor(foreign):
     def num_tokens(image, **bounds) -> int:
         return prod(grids_of(foreign({**ask(image), **bounds}))[0]) // 4

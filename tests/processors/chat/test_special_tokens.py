@@ -113,18 +113,9 @@ CHECKS = pytest.mark.parametrize("check", [check_ordinary_messages, check_specia
 @pytest.mark.slow
 @CHECKS
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30)
-@given(data=st.data())
-def test_conversations_of_fragments(check, name, data):
-    check(name, data)
-
-
-@pytest.mark.slow
-@CHECKS
-@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=500)
 @given(data=st.data())
-def test_many_conversations_of_fragments(check, name, data):
+def test_conversations_of_fragments(check, name, data):
     check(name, data)
 
 

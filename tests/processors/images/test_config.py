@@ -14,15 +14,13 @@ from tests.helpers.media.images import image_config
 NORM = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
 CHECKPOINTS = {
     "empty": {},
-    "old": {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
-    "old, mean": {"min_pixels": 784, "max_pixels": 7840, **NORM},
+    "old": {"min_pixels": 784, "max_pixels": 7840, "patch_size": 8, "merge_size": 3, "temporal_patch_size": 1, **NORM},
     "new": {"size": {"shortest_edge": 1000, "longest_edge": 50000}, "patch_size": 16, "do_convert_rgb": True},
     "both": {"min_pixels": 1000, "max_pixels": 2000, "size": {"shortest_edge": 5, "longest_edge": 7}},
     "both, published": {"min_pixels": 9, "max_pixels": 99, "size": {"min_pixels": 5, "max_pixels": 7}},
     "min and size": {"min_pixels": 6, "size": {"shortest_edge": 5, "longest_edge": 7}},
     "max and size": {"max_pixels": 6, "size": {"shortest_edge": 5, "longest_edge": 7}},
     "min only": {"min_pixels": 6},
-    "max only": {"max_pixels": 6000},
     "nulls": {"min_pixels": None, "size": None, "image_mean": None, "rescale_factor": None},
     "one mean": {"image_mean": 0.5, "image_std": 0.25},
     "all": {
@@ -52,8 +50,8 @@ def from_transformers(folder: Path) -> ImageProcessorConfig:
 
 def checkpoint_with(folder: Path, **files) -> Path:
     for name, content in files.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        (folder / f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder
 
 
@@ -108,13 +106,11 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
     [
         ("[" * 100_000, r"preprocessor_config\.json is damaged: not valid JSON"),
         ("{", r"preprocessor_config\.json is damaged: not valid JSON \(.*\); download it again"),
-        ("", r"preprocessor_config\.json is damaged: not valid JSON"),
+        (b"\xff\xfe{}", r"preprocessor_config\.json is damaged: not valid JSON"),
         ("[]", r"preprocessor_config\.json: the settings must be a JSON object, got \[\]"),
         ({"patch_size": "14"}, r"preprocessor_config\.json: patch_size must be an integer of at least 1, got '14'"),
         ({"merge_size": 0}, "merge_size must be an integer of at least 1, got 0"),
         ({"min_pixels": 0}, "min_pixels must be an integer of at least 1, got 0"),
-        ({"max_pixels": 1e6}, "max_pixels must be an integer.*, got 1000000.0"),
-        ({"min_pixels": True}, "min_pixels must be an integer.*, got True"),
         ({"min_pixels": 9, "max_pixels": 8}, "min_pixels is 9, above max_pixels 8"),
         ({"size": 224}, "size must have shortest_edge and longest_edge.*, got 224"),
         (
@@ -124,20 +120,16 @@ def test_defaults_are_those_of_qwen2_vl(tmp_path):
         ({"image_mean": [0.5, 0.5]}, r"preprocessor_config\.json: "),
         ({"image_mean": [0.5, float("nan"), 0.5]}, r"image_mean must be finite numbers.*, got \[0\.5, nan, 0\.5\]"),
         ({"image_std": 0}, r"image_std must be finite numbers, above 0, .*, got 0"),
-        ({"image_std": [0.5, float("inf"), 0.5]}, r"must be finite numbers, above 0"),
         ({"image_mean": [1e308, 0, 0]}, r"must be finite numbers, at most 1e\+06"),
         ({"image_mean": [10**400, 0, 0]}, r"preprocessor_config\.json: int too large"),
-        ({"image_std": 10**400}, r"preprocessor_config\.json: int too large"),
         ({"image_std": 1e-30}, r"must be finite numbers, above 0, at most 1e\+06"),
         *(
             ({"rescale_factor": value}, "rescale_factor must be above 0, such as 1 / 255, got .*")
-            for value in (0, -1, 1e-30, 10**30, 10**400, float("nan"), float("inf"), {}, "1", True)
+            for value in (-1, 1e-30, 10**30, 10**400, float("nan"), "1", True)
         ),
         ({"do_resize": "x" * 100_000}, "^.{100,400}$"),
         ({"image_std": "wide"}, r"preprocessor_config\.json: "),
-        ({"do_resize": False}, "do_resize is False, mmvllm supports only True"),
-        ({"do_rescale": False}, "do_rescale is False, mmvllm supports only True"),
-        ({"do_normalize": False}, "do_normalize is False, mmvllm supports only True"),
+        *(({f"do_{one}": False}, f"do_{one} is False.*only True") for one in ("resize", "rescale", "normalize")),
         ({"resample": 2}, "resample is 2, mmvllm supports only 3"),
     ],
 )
@@ -157,9 +149,3 @@ def test_invalid_settings_are_named(content, message, tmp_path):
 def test_an_invalid_processor_config_is_named(content, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         ImageProcessorConfig.from_pretrained(checkpoint_with(tmp_path, processor_config=content), IMAGE_DEFAULTS)
-
-
-def test_settings_that_are_not_text_are_named(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ValueError, match=r"preprocessor_config\.json is damaged"):
-        ImageProcessorConfig.from_pretrained(tmp_path, IMAGE_DEFAULTS)

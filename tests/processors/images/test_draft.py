@@ -1,5 +1,6 @@
 """`jpeg_draft` decodes a JPEG at a reduced scale that has the pixels the model is given, and keeps its full size."""
 
+import numpy as np
 import pytest
 from PIL import ExifTags, Image, PngImagePlugin
 
@@ -105,8 +106,6 @@ def test_requests_may_ask_for_it():
 @pytest.mark.parametrize("patch_size", [14, 16])
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_patches_cut_in_strips_equal_those_of_equal_frames(monkeypatch, patch_size, frames):
-    import numpy as np
-
     monkeypatch.setattr("mmvllm.processors.images.processor.STRIP_PIXELS", 2 * patch_size * 5 * 2 * patch_size * 2)
     image = noise_image(2 * patch_size * 5, 2 * patch_size * 7)  # strips of two rows of tokens, the last one of one
     clip = np.repeat(np.asarray(image)[None, None], frames, axis=1)

@@ -25,7 +25,7 @@ from tests.helpers.needs import needs
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     """A home and working folder with the image under names that need escaping in URLs."""
-    for name in ("plain.png", "with space.png", "50%.png", "a#b.png", "a?b.png", "Bär.png", "~tilde.png", "a+b.png"):
+    for name in ("plain.png", "with space.png", "50%.png", "a#b?c+d.png", "~tilde.png"):
         (tmp_path / name).write_bytes(PNG)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,6 @@ FORMS = {
     "Path": lambda home: home / "plain.png",
     "relative": lambda home: "with space.png",
     "home": lambda home: "~/plain.png",
-    "Path at home": lambda home: Path("~/plain.png"),
     "tilde in name": lambda home: "~tilde.png",
     "percent in name": lambda home: "50%.png",
     "bytes": lambda home: PNG,
@@ -47,19 +46,14 @@ FORMS = {
     "memoryview": lambda home: memoryview(PNG),
     "file": lambda home: (home / "plain.png").as_uri(),
     "file, escaped": lambda home: (home / "with space.png").as_uri(),
-    "file, umlaut escaped": lambda home: (home / "Bär.png").as_uri(),
     "file, percent escaped": lambda home: (home / "50%.png").as_uri(),
-    "file, space": lambda home: f"file://{home}/with space.png",
     "file, percent": lambda home: f"file://{home}/50%.png",
-    "file, hash": lambda home: f"file://{home}/a#b.png",
-    "file, question mark": lambda home: f"file://{home}/a?b.png",
-    "file, plus": lambda home: f"file://{home}/a+b.png",
+    "file, reserved characters": lambda home: f"file://{home}/a#b?c+d.png",
     "file, host": lambda home: f"file://localhost{home}/plain.png",
     "file, one slash": lambda home: f"file:{home}/plain.png",
     "file, relative": lambda home: "file://plain.png",
     "file, upper case": lambda home: f"FILE://{home}/plain.png",
     "data": lambda home: "data:image/png;base64," + base64.b64encode(PNG).decode(),
-    "data, no subtype": lambda home: "data:image;base64," + base64.b64encode(PNG).decode(),
     "data, upper case": lambda home: "DATA:image/png;BASE64," + base64.b64encode(PNG).decode(),
     "data, wrapped": lambda home: "data:image/png;base64,\n" + base64.encodebytes(PNG).decode(),
     "data, base64 for URLs": lambda home: "data:;base64," + base64.urlsafe_b64encode(PNG).decode().rstrip("="),
@@ -147,14 +141,6 @@ def test_an_invalid_response_is_named(path, message, site):
         load_image(site + path)
 
 
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/a.png", "http:///a.png", "http://127.0.0.1:port/a.png", "http://[::1/a.png"]
-)
-def test_a_url_that_cannot_be_fetched_is_named(url, site):
-    with pytest.raises(ValueError, match=r"a\.png: cannot be fetched \(.+\)"):
-        load_image(url)
-
-
 def test_a_download_is_bounded(site, monkeypatch):
     monkeypatch.setattr(load_module, "MAX_DOWNLOAD_BYTES", len(PNG))
     assert np.array_equal(levels(site + "/plain.png"), RGB)
@@ -166,7 +152,6 @@ def test_a_download_is_bounded(site, monkeypatch):
 # Invalid input
 
 JPEG = encode(noise_image(64, 48, seed=2), "JPEG")
-LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +162,6 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ("file:///no/such%20file.png", r"^/no/such file\.png: no such file$"),
         ("", "^'': no such file$"),
         (".", r"^\.: is a folder, not an image$"),
-        ("folder", "^folder: is a folder, not an image$"),
-        ("plain.png/inside", r"^plain\.png/inside: cannot be read \(Not a directory\)$"),
-        ("plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
         ("file://plain.png/", r"^plain\.png/: cannot be read \(Not a directory\)$"),
         ("nul\0.png", r"is not a valid path \(embedded null byte\)"),
         ("empty.png", r"^empty\.png: is empty \(0 bytes\)$"),
@@ -192,11 +174,9 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ("text.jpg", r"^text\.jpg: not an image that Pillow can read$"),
         (b"hello", "^the image of 5 bytes: not an image that Pillow can read$"),
         (JPEG[: len(JPEG) // 2], r"^the image of \d+ bytes: cannot be decoded, damaged or truncated \("),
-        (LARGE_PNG[: len(LARGE_PNG) // 2], r"^the image of \d+ bytes: cannot be decoded, damaged or truncated \("),
         (PNG[:20], "^the image of 20 bytes: cannot be decoded, damaged or truncated"),
         (Image.new("RGB", (0, 5)), "^the PIL image: has no pixels, it is 0x5$"),
         (Image.new("I", (5, 0)), "^the PIL image: has no pixels, it is 5x0$"),
-        (Image.new("RGBA", (0, 0)), "^the PIL image: has no pixels, it is 0x0$"),
         (png(0, 5, 8, 2, b""), r"^the image of \d+ bytes: "),
         (
             "data:image/png;base64",
@@ -204,27 +184,21 @@ LARGE_PNG = encode(Image.fromarray(noise(64, 48)))
         ),
         ("data:image/png;base64,", r"^the image in the data URI: is empty \(0 bytes\)"),
         ("data:image/png;base64,iVBO*Rw0", r"^data URI is not valid base64 \(.*\): 'data:image/png;base64,iVBO\*Rw0'"),
-        ("data:image/png;base64,iVBOR", r"^data URI is not valid base64 \("),
         ("data:image/png;base64,%41%41", r"^data URI is not valid base64 \("),
         (
             "data:image/png," + "%41" * 400_000,
             "^data URI must have at most 1,000,000 characters without base64, got 1,200,000: ",
         ),
-        ("data:image/png;base64,iVBORw0K", "^the image in the data URI: not an image"),
         ("iVBORw0K" * 20, r"no such file; if it is base64, write data:image/\.\.\.;base64,<data>"),
-        ("iVBORw0K" * 200, r"cannot be read \(.*\); if it is base64, write data:image"),
         ("data:image/png,hello", "^the image in the data URI: not an image"),
         ("s3://bucket/a.png", "^cannot load an image from s3://bucket/a.png; give a PIL image, a path, bytes, "),
         (None, "^cannot load an image from NoneType; give a PIL image, a path, bytes, "),
-        (7, "^cannot load an image from int; give"),
         ([PNG], "^cannot load an image from list; give"),
-        (RGB.tolist(), "^cannot load an image from list; give"),
     ],
 )
 def test_invalid_input_is_named(source, message, home):
     (home / "empty.png").touch()
     (home / "text.jpg").write_text("Dear Sir or Madam")
-    (home / "folder").mkdir()
     with pytest.raises(ValueError, match=message):
         load_image(source)
 
@@ -233,8 +207,6 @@ def test_invalid_input_is_named(source, message, home):
     ("source", "name", "reason"),
     [
         ("missing.png", "missing.png", "no such file"),
-        (b"hello", "the image of 5 bytes", "not an image that Pillow can read"),
-        ("data:,hello", "the image in the data URI", "not an image that Pillow can read"),
         ("data:", "", "data URI without a comma: 'data:'; write data:image/png;base64,<data>"),
     ],
 )
@@ -253,7 +225,7 @@ def test_a_closed_image_is_named(home):
 
 
 def test_base64_in_place_of_a_path_does_not_flood_the_message():
-    with pytest.raises(ValueError, match="cannot be read") as raised:
+    with pytest.raises(ValueError, match=r"cannot be read \(.*\); if it is base64, write data:image") as raised:
         load_image(base64.b64encode(noise(64, 64).tobytes()).decode())
     assert len(str(raised.value)) < 300
 

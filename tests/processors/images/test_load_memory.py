@@ -20,7 +20,7 @@ from mmvllm.processors.images import decode
 from mmvllm.processors.images.draft import Draft
 from mmvllm.processors.images.load import DECODING, load_image
 from tests.helpers.media.hostile import truncated_blp, truncated_png
-from tests.helpers.media.images import PNG, RGB, encode, noise
+from tests.helpers.media.images import PNG, encode, noise
 
 pytestmark = pytest.mark.slow
 
@@ -71,14 +71,6 @@ def _locals(traceback: types.TracebackType | None) -> list:
         values += traceback.tb_frame.f_locals.values()
         traceback = traceback.tb_next
     return values
-
-
-@pytest.mark.slow
-def test_no_image_object_of_a_failed_file_is_alive(no_gc):
-    data = truncated_png(300, 200)
-    alive = sum(issubclass(type(one), Image.Image) for one in gc.get_objects())
-    error = failed(data)
-    assert sum(issubclass(type(one), Image.Image) for one in gc.get_objects()) == alive, error
 
 
 def test_the_callers_image_is_not_closed_when_it_fails():
@@ -258,11 +250,6 @@ def _peak() -> int:
     with open("/proc/self/status") as file:
         (line,) = (line for line in file if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
-
-
-def test_an_ordinary_image_is_loaded_with_the_default_budget():
-    assert np.array_equal(np.asarray(load_image(PNG)), RGB)
-    assert DECODING.in_use == 0
 
 
 def test_a_bitmap_inside_an_icon_is_checked_before_it_is_opened():

@@ -107,12 +107,6 @@ def test_a_part_without_sizes_does_not_change_the_image():
         assert resize_for_part(image, part, 28) is image
 
 
-def test_default_bounds_of_a_part_depend_on_the_token_size():
-    part = {"resized_height": 16, "resized_width": 16}
-    assert resize_for_part(noise_image(50, 50), part, factor=32).size == (64, 64)
-    assert resize_for_part(noise_image(50, 50), part, factor=28).size == (56, 56)
-
-
 @pytest.mark.parametrize(
     "part, message",
     [

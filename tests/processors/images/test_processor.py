@@ -35,11 +35,6 @@ def test_smart_resize_equals_transformers(height, width, factor, a, b):
         assert smart_resize(*arguments) == hf.smart_resize(*arguments)
 
 
-def test_the_default_bounds_are_those_of_transformers():
-    for height, width in ((1, 1), (20, 4000), (700, 500), (5000, 3000)):
-        assert image_config().resized(height, width) == hf.smart_resize(height, width)
-
-
 @pytest.mark.parametrize("height, width", [(0, 5), (5, 0), (-1, 5)])
 def test_an_image_without_pixels_is_refused(height, width):
     with pytest.raises(ValueError, match=f"image is {width}x{height} pixels; both sides must be at least 1"):
@@ -104,11 +99,6 @@ def assert_equals_transformers(image: Image.Image, **settings) -> None:
 def test_patches_equal_transformers(width, height, a, b, seed):
     width, height = min(width, 200 * height), min(height, 200 * width)
     assert_equals_transformers(noise_image(width, height, seed), min_pixels=min(a, b), max_pixels=max(a, b))
-
-
-@pytest.mark.parametrize("width, height", [(1, 1), (1, 200), (200, 1), (28, 28), (56, 84), (13, 2600), (1500, 900)])
-def test_patches_of_odd_sizes_equal_transformers(width, height):
-    assert_equals_transformers(noise_image(width, height))
 
 
 @pytest.mark.parametrize(
