@@ -44,17 +44,14 @@ DENIED_ADDRESSES = [
 ]
 
 DENIED_HOSTS = [
-    *("2130706433", "0x7f000001", "0x7F.1", "0x7f.0.0.1", "0177.0.0.1", "017700000001", "127.1", "127.0.1", "1"),
-    *("0", "127.0.0.01", "127.0.0.1.", "127.0.0.1..", "00000177.1", "256.0.0.1", "1.2.3.4.5", "4294967297"),
-    *("127.0.0.0x1", "localhost.", "images.example.", ".", "..", ".images.example", "a..b", "-a.example"),
-    *("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "", "good@127.0.0.1"),
-    *("good.example:80@127.0.0.1", "@127.0.0.1", "127.0.0.1%2f@good.example", "127.0.0.1%00.example"),
-    *("127.0.0.1\\@good.example", "good.example\\.127.0.0.1", "127%2e0%2e0%2e1", "%31%32%37.0.0.1", "loc%61lhost"),
-    *("127.0.\t0.1", "127.0.0.1\n", " 127.0.0.1", "127.0.0.1\r\nX: y", "127.0.0.1\x00.example", "good.example\x7f"),
-    *("\uff11\uff12\uff17.0.0.1", "\u2460\u2461\u2466.0.0.1", "127\u30020\u30020\u30021", "\u24dbocalhost"),
-    *("\u212alocal", "bücher.example", "good.example\u200b", "[::1%25lo]", "[fe80::1%eth0]", "[fe80::1%1]", "[::1"),
-    *("::1", "[]", "[127.0.0.1]", "[::1].example", "[::ffff:127.1]", "127.0.0.1:0", "127.0.0.1:65536"),
-    *("127.0.0.1:x", "127.0.0.1:", "127.0.0.1:80:80", "127.0.0.1:-1", "127.0.0.1:\uff18\uff10"),
+    *("2130706433", "0x7f000001", "0x7F.1", "0177.0.0.1", "127.1", "0", "127.0.0.01", "127.0.0.0x1", "256.0.0.1"),
+    *("1.2.3.4.5", "4294967297", "127.0.0.1.", "localhost.", ".", "..", ".images.example", "a..b", "-a.example"),
+    *("a" * 64, "", "good@127.0.0.1", "good.example:80@127.0.0.1", "@127.0.0.1", "127.0.0.1%2f@good.example"),
+    *("127.0.0.1%00.example", "127.0.0.1\\@good.example", "127%2e0%2e0%2e1", "loc%61lhost", "127.0.\t0.1"),
+    *("127.0.0.1\n", " 127.0.0.1", "127.0.0.1\r\nX: y", "127.0.0.1\x00.example", "good.example\x7f"),
+    *("\uff11\uff12\uff17.0.0.1", "127\u30020\u30020\u30021", "\u212alocal", "bücher.example", "[fe80::1%eth0]"),
+    *("[::1", "::1", "[]", "[127.0.0.1]", "[::1].example", "[::ffff:127.1]", "127.0.0.1:0", "127.0.0.1:65536"),
+    *("127.0.0.1:", "127.0.0.1:80:80", "127.0.0.1:-1", "127.0.0.1:\uff18\uff10"),
 ]
 
 
@@ -66,12 +63,12 @@ def test_an_address_that_is_not_public_is_refused(address, network):
     assert network.connected == []
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::ffff:10.0.0.1", "fe80::1"])
-def test_a_name_with_a_private_address_is_refused_and_the_address_not_revealed(address, network):
-    network.names = {NAME: [[address]]}
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["::ffff:10.0.0.1"], [PUBLIC, "10.0.0.1"]])
+def test_a_name_with_a_private_address_is_refused_and_the_address_not_revealed(addresses, network):
+    network.names = {NAME: [addresses]}
     with pytest.raises(MediaError, match="no public address") as raised:
         fetch(f"https://{NAME}/a.png")
-    assert address not in str(raised.value)
+    assert addresses[-1] not in str(raised.value)
     assert network.connected == []
 
 
@@ -88,13 +85,6 @@ def test_a_public_address_is_connected_to(address, network):
     with pytest.raises(MediaError, match="cannot be reached"):  # only this machine is, in these tests
         fetch(f"http://{NAME}/a.png")
     assert network.connected == [str(ipaddress.ip_address(address))]
-
-
-def test_a_name_with_one_private_address_is_refused(network):
-    network.names = {NAME: [[PUBLIC, "10.0.0.1"]]}
-    with pytest.raises(MediaError, match="no public address"):
-        fetch(f"http://{NAME}/a.png")
-    assert network.connected == []
 
 
 def test_an_unknown_name_is_refused_like_a_private_one(network):

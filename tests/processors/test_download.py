@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -22,12 +23,17 @@ pytestmark = pytest.mark.network
 
 
 @pytest.fixture
-def host(request, monkeypatch) -> Iterator[Host]:
+def make_host() -> Iterator[Callable[..., Host]]:
+    """Hosts that are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda *args: stack.enter_context(closing(Host(*args)))
+
+
+@pytest.fixture
+def host(request, monkeypatch, make_host) -> Host:
     monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.4)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    host = Host(getattr(request, "param", ""))
-    yield host
-    host.close()
+    return make_host(getattr(request, "param", ""))
 
 
 def redirecting(path: str) -> str:
@@ -60,37 +66,32 @@ def test_a_proxy(host, monkeypatch):
     assert_ends_in_time(load_image, "https://example.invalid/a.png")
 
 
-def test_redirects_that_never_end_their_heads(host):
-    other = Host(redirecting(f"{host.url}/b.png"))
+def test_redirects_that_never_end_their_heads(host, make_host):
+    other = make_host(redirecting(f"{host.url}/b.png"))
     assert_ends_in_time(load_image, f"{other.url}/a.png")
-    other.close()
 
 
-def test_a_redirect_to_ftp_is_not_followed(host):
-    other = Host(redirecting(f"{host.url.replace('http', 'ftp')}/b.png"))
+def test_a_redirect_to_ftp_is_not_followed(host, make_host):
+    other = make_host(redirecting(f"{host.url.replace('http', 'ftp')}/b.png"))
     with pytest.raises(ImageError, match="a redirect to an ftp:// URL is not followed"):
         load_image(f"{other.url}/a.png")
-    other.close()
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
-def test_the_body_of_a_redirect_is_not_read(host, code):
+def test_the_body_of_a_redirect_is_not_read(host, code, make_host):
     """It would be in memory as a whole, however long it is."""
-    target = Host(f"{HEAD}Content-Length: {len(PNG)}\r\n\r\n" + "a" * len(PNG), b"")
-    other = Host(f"HTTP/1.1 {code} Moved\r\nLocation: {target.url}/b.png\r\nConnection: close\r\n\r\n", b"x" * 10**6)
-    file = io.BytesIO()
+    target = make_host(f"{HEAD}Content-Length: {len(PNG)}\r\n\r\n" + "a" * len(PNG), b"")
+    head = f"HTTP/1.1 {code} Moved\r\nLocation: {target.url}/b.png\r\nConnection: close\r\n\r\n"
+    other, file = make_host(head, b"x" * 10**6), io.BytesIO()
     download(f"{other.url}/a.png", file, 1000 * len(PNG), ImageError)
     assert file.getvalue() == b"a" * len(PNG)
-    for each in (target, other):
-        each.close()
 
 
-def test_a_body_that_ends_early_is_an_error(monkeypatch):
-    host, file = Host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()
+def test_a_body_that_ends_early_is_an_error(make_host):
+    host, file = make_host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()
     host.is_over.set()  # it closes the connection
     with pytest.raises(ImageError, match=r"the connection ended after 25 bytes, short of the announced length"):
         download(f"{host.url}/a.png", file, 1000, ImageError)
-    host.close()
 
 
 def test_all_addresses_of_a_host_share_the_time(monkeypatch):
@@ -112,29 +113,27 @@ def test_all_addresses_of_a_host_share_the_time(monkeypatch):
 
 
 @pytest.mark.parametrize("length", [f"Content-Length: {len(PNG)}", "Connection: close"])
-def test_what_arrives_in_time_is_whole(length, monkeypatch):
+def test_what_arrives_in_time_is_whole(length, monkeypatch, make_host):
     monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 60.0)
-    host, file = Host(f"{HEAD}{length}\r\n\r\n" + "a" * len(PNG), b""), io.BytesIO()
+    host, file = make_host(f"{HEAD}{length}\r\n\r\n" + "a" * len(PNG), b""), io.BytesIO()
     host.is_over.set()
     download(f"{host.url}/a.png", file, 1000 * len(PNG), ImageError)
     assert file.getvalue() == b"a" * len(PNG)
     assert "mmvllm-download" not in {thread.name for thread in threading.enumerate() if not thread.daemon}
-    host.close()
 
 
-def test_every_megabyte_gives_another_second(monkeypatch):
+def test_every_megabyte_gives_another_second(monkeypatch, make_host):
     monkeypatch.setattr(download_module, "DOWNLOAD_SECONDS", 0.3)
     monkeypatch.setattr(download_module, "BYTES_PER_SECOND", 10)
-    host, file = Host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()  # then 0.75 s for 15 bytes
+    host, file = make_host(f"{HEAD}Content-Length: 40\r\n\r\n" + "a" * 25), io.BytesIO()  # then 0.75 s for 15 bytes
     download(f"{host.url}/a.png", file, 1000, ImageError)
     assert file.getvalue() == b"a" * 25 + b"0" * 15
-    host.close()
 
 
 @pytest.mark.parametrize("login", ["user:hidden", "user:hid%2Fden%40", "hidden-token", "user:hid@den"])
-def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(login, caplog):
-    target = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
-    first = Host(redirecting(f"{target.url}/b.png"))
+def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(login, caplog, make_host):
+    target = make_host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+    first = make_host(redirecting(f"{target.url}/b.png"))
     for load in (load_image, load_video_info):
         with pytest.raises((ImageError, VideoError)) as refused:
             load(f"{first.url.replace('://', f'://{login}@')}/a.png")
@@ -143,26 +142,21 @@ def test_a_login_is_sent_to_the_host_of_its_url_alone_and_shown_in_no_message(lo
     want = base64.b64encode(f"{user}:{password}".encode()).decode()
     assert all(f"Authorization: Basic {want}\r\n" in head for head in first.heads) and len(first.heads) == 2
     assert not any("Authorization" in head for head in target.heads) and len(target.heads) == 2
-    for each in (target, first):
-        each.close()
 
 
-def test_a_login_is_sent_again_after_a_redirect_to_the_same_host():
-    host = Host([redirecting("/b.png"), f"{HEAD}Content-Length: 3\r\n\r\n"], b"a")
+def test_a_login_is_sent_again_after_a_redirect_to_the_same_host(make_host):
+    host = make_host([redirecting("/b.png"), f"{HEAD}Content-Length: 3\r\n\r\n"], b"a")
     download(f"{host.url.replace('://', '://user:hidden@')}/a.png", io.BytesIO(), 1000, ImageError)
-    host.close()
     assert [head.splitlines()[0] for head in host.heads] == ["GET /a.png HTTP/1.1", "GET /b.png HTTP/1.1"]
     assert all("Authorization: Basic dXNlcjpoaWRkZW4=\r\n" in head for head in host.heads)
 
 
-def test_the_login_of_a_proxy_is_not_sent_to_a_host(monkeypatch):
-    target = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
-    proxy = Host(redirecting(f"{target.url}/b.png"))
+def test_the_login_of_a_proxy_is_not_sent_to_a_host(monkeypatch, make_host):
+    target = make_host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+    proxy = make_host(redirecting(f"{target.url}/b.png"))
     monkeypatch.setenv("http_proxy", proxy.url.replace("://", "://user:hidden@"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     download("http://images.example/a.png", io.BytesIO(), 1000, ImageError)
-    for each in (target, proxy):
-        each.close()
     assert "Proxy-Authorization: Basic dXNlcjpoaWRkZW4=\r\n" in proxy.heads[0] and len(proxy.heads) == 1
     assert "uthorization" not in target.heads[0] and len(target.heads) == 1
 
@@ -191,10 +185,9 @@ def test_a_login_in_a_url_of_another_scheme_is_not_shown(load):
 
 
 @pytest.mark.parametrize("rest", ["fetch/http://a:b@example.org/a.png", "?from=http://a@example.org/a.png", "a@2x.png"])
-def test_a_login_is_only_what_stands_before_the_host(rest):
-    host = Host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
+def test_a_login_is_only_what_stands_before_the_host(rest, make_host):
+    host = make_host(f"{HEAD}Content-Length: 3\r\n\r\n", b"a")
     download(f"{host.url}/{rest}", io.BytesIO(), 1000, ImageError)
-    host.close()
     assert without_login(f"{host.url}/{rest}") == f"{host.url}/{rest}"
     assert host.heads[0].startswith(f"GET /{rest} HTTP/1.1\r\n") and "Authorization" not in host.heads[0]
 
@@ -223,13 +216,12 @@ REASONS = {
 
 
 @pytest.mark.parametrize("answer", REASONS.values(), ids=REASONS)
-def test_a_long_reason_of_a_host_is_cut_off_before_logins_are_looked_for_in_it(answer, monkeypatch):
+def test_a_long_reason_of_a_host_is_cut_off_before_logins_are_looked_for_in_it(answer, monkeypatch, make_host):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    host = Host(answer)
+    host = make_host(answer)
     begin = time.thread_time()
     with pytest.raises(ImageError) as failed:
         download(f"{host.url}/a.png", io.BytesIO(), 1000, ImageError)
-    host.close()
     assert len(str(failed.value)) < 500 and "hidden" not in str(failed.value)
     assert time.thread_time() - begin < 2  # 65,000 ** 2 steps take longer
 
@@ -239,8 +231,8 @@ LOGIN = "dXNlcjpoaWRkZW4= user:hidden"
 
 @pytest.mark.parametrize("answer", [f"HTTP/1.1 407 {LOGIN}\r\nContent-Length: 0\r\n\r\n", f"{LOGIN}\r\n\r\n"])
 @pytest.mark.parametrize("kind", ["host", "proxy", "tunnel"])
-def test_a_login_that_a_host_or_a_proxy_repeats_is_not_shown(answer, kind, monkeypatch):
-    host = Host(answer)
+def test_a_login_that_a_host_or_a_proxy_repeats_is_not_shown(answer, kind, monkeypatch, make_host):
+    host = make_host(answer)
     url = host.url.replace("://", "://user:hidden@")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     if kind != "host":
@@ -249,7 +241,6 @@ def test_a_login_that_a_host_or_a_proxy_repeats_is_not_shown(answer, kind, monke
         url = "http://images.example" if kind == "proxy" else "https://images.example"
     with pytest.raises(ImageError, match="cannot be fetched") as refused:
         load_image(f"{url}/a.png")
-    host.close()
     assert len(host.heads) == 1 and "hidden" not in str(refused.value) and "dXNl" not in str(refused.value)
 
 

@@ -152,13 +152,10 @@ def test_placeholders_and_digests_are_taken_from_arrays():
 IDS_OF_ALL_KINDS = [
     [5, 6],
     (5, 6),
-    np.array([5, 6]),
     np.array([5, 6], dtype=np.uint8),
     torch.tensor([5, 6]),
-    torch.tensor([5, 6], dtype=torch.int32),
     [np.int64(5), 6],
     list(torch.tensor([5, 6])),
-    list(np.array([5, 6])),
 ]
 
 
@@ -168,20 +165,7 @@ def test_token_ids_become_a_list_of_their_own(given):
     assert ids == [5, 6] and ids is not given and all(type(token_id) is int for token_id in ids)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        torch.tensor([[5, 6]]),
-        np.array([5.0]),
-        np.array([True]),
-        np.array(5),
-        range(3),
-        {5},
-        None,
-        b"abc",
-        np.array("a"),
-    ],
-)
+@pytest.mark.parametrize("given", [torch.tensor([[5, 6]]), np.array([5.0]), np.array(5), range(3), None, b"abc"])
 def test_other_token_ids_are_refused(given):
     with pytest.raises(RequestError, match="prompt"):
         own_token_ids(given)

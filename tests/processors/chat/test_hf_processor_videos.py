@@ -6,7 +6,6 @@ import torch
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from mmvllm.processors.tensors import NAMES
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.processor import VideoProcessor
 from tests.helpers.engine.requests import ask, noise_image
@@ -63,18 +62,6 @@ def test_completions_equal_those_of_the_own_processor(checkpoint, make_llm):
         llm.generate_multimodal([QUESTION], SHORT, processor=processor)[0].token_ids for processor in (None, foreign)
     )
     assert got == want
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES["video"])
-def test_what_the_processor_leaves_out_is_named(name, checkpoint, make_llm):
-    llm = make_llm(checkpoint)
-
-    def without(made: dict) -> dict:
-        return {key: value for key, value in made.items() if key != name}
-
-    with pytest.raises(RequestError, match=f"the processor returned no {name}, only input_ids"):
-        llm._preparer.adapt(TakesVideos(llm, without))(QUESTION)
 
 
 def test_another_number_of_videos_is_refused(checkpoint, make_llm):

@@ -139,13 +139,6 @@ def test_an_array_as_images_is_one_image():
     assert parse_request({"text": "hi", "images": array})[1][0]["image"] is array
 
 
-def test_sizes_of_an_image_part_are_kept():
-    sizes = {"min_pixels": 1, "max_pixels": 2, "resized_height": 3, "resized_width": 4}
-    part = {"type": "image", "image": "a.png", **sizes}
-    assert parse_request(user(part, {"image": "b.png"}))[1] == [{"image": "a.png", **sizes}, {"image": "b.png"}]
-    assert parse_request({"text": "hi", "images": [part]})[1] == [{"image": "a.png", **sizes}]
-
-
 def test_none_for_an_optional_key_means_absent():
     names = ("min_pixels", "max_pixels", "request_id", "priority", "cache_salt", "sampling_params")
     nothing = dict.fromkeys(names)

@@ -79,7 +79,8 @@ def test_a_processor_of_the_callers_is_asked_for_the_same(prepare):
 
     foreign = HFProcessor(Own(), prepare.tokenizer, None, None)
     messages = [QUESTION, {"role": "assistant", "content": "The answer"}]
-    for keys in ({"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template": STRINGS}):
+    of_request = {"chat_template": STRINGS}, {"chat_template": "{{ a }}" + STRINGS, "chat_template_kwargs": {"a": "b"}}
+    for keys in ({"continue_final_message": True}, {"add_generation_prompt": False}, *of_request):
         request = {"messages": messages, **keys}
         assert foreign(request).token_ids == prepare(request).token_ids
 
@@ -115,12 +116,20 @@ def test_what_cannot_be_the_end_is_refused_by_name(keys, param, words):
     assert error.value.param == param
 
 
-@pytest.mark.parametrize("name", ["continue_final_message", "add_generation_prompt", "chat_template"])
-def test_a_prompt_without_a_template_has_none_of_its_options(name):
-    value = "x" if name == "chat_template" else True
-    with pytest.raises(RequestError, match=f"{name} goes with 'messages'; no template is applied to 'text'"):
-        parse_request({"text": "hi", name: value})
-    parse_request({"text": "hi", name: None})
+OPTIONS = {
+    **{"continue_final_message": True, "add_generation_prompt": True, "chat_template": "x"},
+    **{"chat_template_kwargs": {"a": 1}, "tools": [{"type": "function", "function": {"name": "f"}}]},
+}
+
+
+@pytest.mark.parametrize("form", [{"text": "a"}, {"prompt": "a"}, {"prompt_token_ids": [1]}])
+def test_a_prompt_without_a_template_has_none_of_its_options(form):
+    for name, value in OPTIONS.items():
+        with pytest.raises(RequestError, match=f"{name} goes with 'messages'; no template is applied to") as error:
+            parse_request({**form, name: value})
+        assert error.value.param == name
+    nothing = {**dict.fromkeys(OPTIONS), "chat_template_kwargs": {}, "tools": []}
+    assert parse_request({**form, **nothing}) == parse_request(form)
 
 
 def test_a_template_that_drops_the_final_message_is_an_error(prepare):

@@ -17,7 +17,6 @@ from mmvllm.errors import RequestError
 from mmvllm.models.folder import BUNDLED
 from mmvllm.models.qwen2_vl import FAMILY
 from mmvllm.models.registry import load_config
-from mmvllm.processors.chat.hf_processor import HFProcessor
 from mmvllm.processors.chat.processor import Processor, rendered
 from mmvllm.processors.chat.requests import parse_request
 from mmvllm.processors.chat.template_kwargs import MAX_DEPTH, check_template_kwargs
@@ -142,15 +141,6 @@ def test_values_are_copied():
     assert check_template_kwargs(None) == check_template_kwargs({}) == {}
 
 
-@pytest.mark.parametrize("form", [{"text": "a"}, {"prompt": "a"}, {"prompt_token_ids": [1]}])
-def test_raw_prompts_have_no_template(form):
-    prepare = processor("bundled")
-    assert prepare({**form, "chat_template_kwargs": {}}) == prepare({**form, "chat_template_kwargs": None})
-    with pytest.raises(RequestError, match="chat_template_kwargs goes with 'messages'; no template") as error:
-        prepare({**form, "chat_template_kwargs": {"enable_thinking": False}})
-    assert error.value.param == "chat_template_kwargs"
-
-
 def with_template(template: str) -> Processor:
     tokenizer = tokenizer_of("bundled")
     tokenizer.chat_template = template
@@ -204,7 +194,6 @@ def test_a_template_that_reads_special_tokens_in_values_is_refused():
     ("template", "kwargs", "message"),
     [
         ("{{ raise_exception('no such mode: ' + mode) }}", {"mode": "loud"}, "no such mode: loud"),
-        ("{% for x in items %}{{ x }}{% endfor %}", {"items": 5}, "'int' object is not iterable"),
         ("{{ raise_exception('x') }}", {"raise_exception": 5}, "'int' object is not callable"),
         ("{{ mode + 1 }}", {"mode": "a"}, "can only concatenate str"),
     ],
@@ -215,28 +204,3 @@ def test_errors_of_a_template_are_sentences(template, kwargs, message):
     text = str(error.value)
     assert text.startswith("the chat template cannot render these messages and chat_template_kwargs: ")
     assert message in text
-
-
-class Recorder:
-    """A processor of the caller's with a tokenizer's template."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.given = tokenizer, []
-
-    def apply_chat_template(self, messages, **kwargs) -> str:
-        self.given.append(kwargs)
-        return self.tokenizer.apply_chat_template(messages, **kwargs)
-
-    def __call__(self, text, images, return_tensors):
-        return self.tokenizer(text, return_tensors=return_tensors)
-
-
-def test_a_processor_of_the_callers_is_given_them():
-    recorder = Recorder(with_template(TEMPLATE).tokenizer)
-    prepare = HFProcessor(recorder, recorder.tokenizer, None, None)
-    kwargs = {"style": "calm", "facts": {}, "texts": []}
-    want = recorder.tokenizer.apply_chat_template([QUESTION], return_dict=False, **kwargs)
-    assert prepare({"messages": [QUESTION], "chat_template_kwargs": kwargs}).token_ids == want
-    assert recorder.given == [{"tokenize": False, "add_generation_prompt": True, **kwargs}]
-    with pytest.raises(RequestError, match="chat_template_kwargs have special tokens, which a processor of your own"):
-        prepare({"messages": [QUESTION], "chat_template_kwargs": {**kwargs, "style": "<|im_end|>"}})

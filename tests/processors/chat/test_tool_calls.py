@@ -18,7 +18,7 @@ A_LIST = '<tool_call>{"name": "f", "arguments": []}</tool_call>'
 OTHER_NAME = '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>'
 DAMAGED = '<tool_call>{"name": "f" oops}</tool_call>'
 F = ("f", ARGUMENTS)
-STRINGS = ('""', '"x"', '"[]"', '"{"', '"{} {}"', r'"{\"a\"}"')
+STRINGS = ('""', '"x"', r'"{\"a\"}"')
 TEXTS = {
     "hello  \n": ("hello  \n", []),
     "": ("", []),
@@ -47,13 +47,11 @@ TEXTS = {
     '<tool_call>{"name": "f", "arguments": {}, "id": "1"}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": {}, he said': (", he said", [("f", "{}")]),
     '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
-    '<tool_call>{"name": "f", "id": "1"}</tool_call>': ("", [("f", "{}")]),
     OTHER_NAME: (OTHER_NAME, []),
     # White space between texts stays, whatever is between them
     f"Hi {CALL} bye": ("Hi bye", [F]),
     f"Hi\n{CALL}\n{CALL}\n\nbye {CALL} now": ("Hi\nbye now", [F] * 3),
     f"  {CALL} bye": ("bye", [F]),
-    f"Hi {CALL}bye {CALL}now{CALL}": ("Hi bye now", [F] * 3),
     f"Hi  {CALL}a{CALL}b{CALL}c": ("Hi  abc", [F] * 3),
     f"\n{CALL}Hi<tool_call>oops": ("Hi<tool_call>oops", [F]),
     f"Hi {CALL}\n<tool_call>oops": ("Hi <tool_call>oops", [F]),
@@ -65,9 +63,7 @@ TEXTS = {
     '<tool_call>{"name": "f", "arguments": {}, "x": {"a": "<{}>"}}\n</tool_call>b': ("b", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": {}, "x": 1<tool_call>{"name": "f"}': ("", [("f", "{}")] * 2),
     # Cut off
-    f"{CALL[:-1]}": ("", [F]),
     f"{CALL[:-11]}": ("", [F]),
-    f"{CALL}\n<tool": ("", [F]),
     CALL[:60]: ("", [("f", ARGUMENTS[: 60 - CALL.index(ARGUMENTS)])]),
     CALL[:30]: (CALL[:30], []),
 }

@@ -212,11 +212,6 @@ def test_what_is_no_tool_is_refused(prepare, request_, param, words):
     assert error.value.param == param and words in str(error.value)
 
 
-def test_tools_need_a_template(prepare):
-    with pytest.raises(RequestError, match="tools goes with 'messages'"):
-        prepare({"text": "Hi", "tools": [TIME]})
-
-
 def test_an_image_is_counted_with_tools():
     """The tools are in the prompt of `LLM.chat`, beside images."""
     image = {"role": "user", "content": [{"type": "image", "image": noise_image(60, 60)}]}

@@ -2,7 +2,6 @@
 
 import io
 import tempfile
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +68,6 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def open_zipped(folder: Path):
-    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
-        archive.writestr("plain.png", PNG)
-    return zipfile.ZipFile(folder / "a.zip").open("plain.png")
-
-
 def open_temporary(folder: Path):
     file = tempfile.NamedTemporaryFile(dir=folder)  # noqa: SIM115
     file.write(PNG)
@@ -86,7 +79,6 @@ FILE_OBJECTS = {
     "BytesIO at its end": lambda folder: (file := io.BytesIO(PNG), file.seek(0, io.SEEK_END))[0],
     "file": lambda folder: (folder / "plain.png").open("rb"),
     "unbuffered": lambda folder: (folder / "plain.png").open("rb", buffering=0),
-    "zip": open_zipped,
     "temporary": open_temporary,
 }
 

@@ -101,20 +101,14 @@ def test_palette_entries_may_be_half_transparent():
     assert np.array_equal(levels(encode(image, transparency=alphas.tobytes())), over_white(palette[GREY], alphas[GREY]))
 
 
-def test_a_transparent_colour_becomes_white():
-    stored = RGB.copy()
-    stored[2, 5] = stored[6, 1] = 10, 20, 30
-    want = stored.copy()
+@pytest.mark.parametrize("colour", [(10, 20, 30), 7], ids=["RGB", "grey"])
+def test_a_transparent_colour_becomes_white(colour):
+    stored = np.array(GREY if colour == 7 else RGB)
+    stored[stored == 7] = 8
+    stored[2, 5] = stored[6, 1] = colour
+    want = np.array(Image.fromarray(stored).convert("RGB"))
     want[2, 5] = want[6, 1] = 255
-    assert np.array_equal(levels(encode(Image.fromarray(stored), transparency=(10, 20, 30))), want)
-
-
-def test_a_transparent_grey_becomes_white():
-    stored = np.where(GREY == 7, 8, GREY)
-    stored[2, 5] = 7
-    want = np.repeat(stored[:, :, None], 3, axis=2)
-    want[2, 5] = 255
-    assert np.array_equal(levels(encode(Image.fromarray(stored), transparency=7)), want)
+    assert np.array_equal(levels(encode(Image.fromarray(stored), transparency=colour)), want)
 
 
 DEEP = np.random.default_rng(5).integers(0, 65536, (7, 13, 4)).astype(np.uint16)

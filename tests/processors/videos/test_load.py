@@ -102,12 +102,9 @@ def test_a_url_that_cannot_be_fetched(path, site, monkeypatch):
         ("/no/such/file.mp4", "/no/such/file.mp4: no such file"),
         ("/", "/: is a folder, not a video"),
         ("/dev/zero", r"/dev/zero: cannot be read \(it is a device or a pipe\)"),
-        ("a\0b", "is not a valid path"),
-        ("", "'': no such file"),
         (b"", "the video of 0 bytes: is empty"),
         (b"GIF89a", "the video of 6 bytes: is not an animated image in GIF, WEBP, AVIF"),
         ("data:video/mp4;base64,AA==", "the video in the data URI: is not a video"),
-        ("data:video/mp4;base64,A", "data URI is not valid base64"),
         ("data:video/mp4", "data URI without a comma: 'data:video/mp4'; write data:video/mp4;base64,<data>"),
         ("ftp://a/b.mp4", "cannot load a video from ftp://a/b.mp4; give a path, bytes"),
         (7, "cannot load a video from int; give"),
@@ -167,6 +164,8 @@ FRAMES = moving(6, 56, 84)
     [
         FRAMES,
         torch.from_numpy(FRAMES),
+        FRAMES.transpose(0, 3, 1, 2),
+        torch.from_numpy(FRAMES).permute(0, 3, 1, 2),
         list(FRAMES),
         tuple(FRAMES),
         [Image.fromarray(frame) for frame in FRAMES],
@@ -224,11 +223,6 @@ def test_frames_may_be_floats_as_qwen_vl_utils_returns_them():
         load_video([np.zeros((4, 4, 3), np.float32), np.zeros((5, 4, 3), np.float32)], FramesAt())
 
 
-def test_frames_may_have_their_channels_first():
-    for channels_first in (FRAMES.transpose(0, 3, 1, 2), torch.from_numpy(FRAMES).permute(0, 3, 1, 2)):
-        assert np.array_equal(load_video(channels_first, FramesAt()).frames, FRAMES)
-
-
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
@@ -247,11 +241,9 @@ def test_frames_may_have_their_channels_first():
         ((FRAMES, {"frames_indices": [0, 1, 2, 3, 4, 10**30]}), VideoError, "integers of at least 0"),
         ((FRAMES, {"frames_indices": 5}), VideoError, "frames_indices must be 6 integers .*, got 5"),
         ((FRAMES, {"total_num_frames": "6"}), VideoError, "total_num_frames must be a number from 0 .*, got '6'"),
-        ((FRAMES, {"total_num_frames": float("inf")}), VideoError, "total_num_frames must be a number .*, got inf"),
         ((FRAMES, {"total_num_frames": 10**400}), VideoError, "total_num_frames must be a number .*, got 10{59}"),
         ((FRAMES, {"duration": "3"}), VideoError, "duration must be a number from 0 .*, got '3'"),
         ((FRAMES, {"fps": 0}), ParameterError, "fps must be a number from 1e-06 to 1000, got 0"),
-        ((FRAMES, {"fps": 1e-310}), ParameterError, "fps must be a number from 1e-06 to 1000, got 1e-310"),
     ],
 )
 def test_given_frames_that_make_no_clip(source, error, message):

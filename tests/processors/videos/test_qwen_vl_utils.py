@@ -15,7 +15,7 @@ from mmvllm.models.video import VIDEO_DEFAULTS as QWEN2_VL
 from mmvllm.processors.videos.clip import Clip, VideoInfo
 from mmvllm.processors.videos.load import load_video
 from mmvllm.processors.videos.processor import ClipPlan, resize_frame, resized_to
-from tests.helpers.engine.requests import frames, noise_image
+from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.video_references import fetched
 
 pytestmark = [
@@ -147,18 +147,6 @@ def test_lists_of_frames(number, part, config):
     assert len(clip.frames) % 2 == 0
     assert clip.sampled_fps == pytest.approx(metadata["sample_fps"], rel=1e-12)
     assert list(clip.indices) == metadata["frames_indices"] and clip.info.fps == metadata["fps"]
-
-
-@BOTH
-def test_the_published_package_sizes_frames_of_a_list_by_twice_the_factor(config):
-    """It passes its factor on as the size of patches, of which it takes twice as many pixels."""
-    given, part = frames(2, 200, 120), {"max_pixels": 20_000, "min_pixels": 4000}
-    part |= {"sample_fps": 2.0}
-    published, _ = fetched({"video": given, **part}, config.patch_size)
-    mended, _ = fetched({"video": given, **part}, config.patch_size, as_published=False)
-    clip = load_video(given, plan_of(config, part))
-    assert np.array_equal(clip.frames.transpose(0, 3, 1, 2), mended)
-    assert published.shape != mended.shape or not np.array_equal(published, mended)
 
 
 @BOTH
