@@ -134,11 +134,6 @@ def test_other_files_are_refused_alike_whether_they_exist_or_not(path, folder):
     assert str(raised.value).endswith(": no such file in the allowed folder")
 
 
-def test_a_file_over_the_limit_is_refused(folder):
-    with pytest.raises(MediaError, match="at most 20 bytes"):
-        fetch((folder / "a.png").as_uri(), MediaPolicy(allowed_local_path=folder, max_bytes=20))
-
-
 @pytest.mark.parametrize("folder", [True], indirect=True)
 def test_a_folder_that_becomes_a_link_while_it_is_checked_is_not_followed(folder, monkeypatch):
     realpath = os.path.realpath

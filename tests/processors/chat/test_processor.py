@@ -129,24 +129,6 @@ def test_images_stay_in_order(processor):
     assert digests_of(processor({"messages": turns})) == [alone[1], alone[2]]
 
 
-def test_every_form_of_a_request_gives_the_same_prompt(processor, tmp_path):
-    A.save(tmp_path / "a.png")
-    path, question = str(tmp_path / "a.png"), "What is it?"
-    rendered = processor.tokenizer.apply_chat_template(
-        user({"type": "image"}, text(question))["messages"], tokenize=False, add_generation_prompt=True
-    )
-    want = as_values(processor(ask(A, question)))
-    for request in (
-        user({"image": path}, {"text": question}),
-        user({"type": "image_url", "image_url": {"url": f"file://{path}"}}, text(question)),
-        user({"image": (tmp_path / "a.png").read_bytes()}, text(question)),
-        {"text": rendered, "images": A},
-        {"text": rendered, "images": [{"image": path}]},
-        {**ask(A, question), "images": None, "max_pixels": None},
-    ):
-        assert as_values(processor(request)) == want
-
-
 def test_bounds_of_a_request_narrow_those_of_a_foreign_processor(foreign):
     def num_tokens(image, **bounds) -> int:
         return prod(grids_of(foreign({**ask(image), **bounds}))[0]) // 4

@@ -49,12 +49,6 @@ def test_an_image_is_turned_once(orientation):
     assert distance(loaded, expected) < 4
 
 
-def test_transparency_is_laid_over_white():
-    image = Image.new("RGBA", (64, 64), (255, 0, 0, 0))
-    register_heif_opener()
-    assert distance(levels(encode(image, "HEIF")), np.full((64, 64, 3), 255)) < 2
-
-
 def test_server_and_page_accept_it(tmp_path):
     path = tmp_path / "a.heic"
     path.write_bytes(heif(6))
@@ -81,11 +75,6 @@ def test_a_damaged_image_is_an_image_error():
 def test_what_cannot_be_opened_is_not_called_a_video(brand):
     with pytest.raises(ImageError, match=r"not an image that Pillow can read$"):
         load_image(b"\0\0\0\x18ftyp" + brand + bytes(12))
-
-
-def test_too_many_pixels_are_refused():
-    with pytest.raises(ImageError, match="too large to decode"):
-        load_image(heif(), max_source_pixels=999)
 
 
 def test_without_the_package_the_extra_is_named(without_package, tmp_path):

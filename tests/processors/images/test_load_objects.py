@@ -57,11 +57,6 @@ def test_an_array_without_pixels_is_named():
         load_image(np.zeros((5, 0, 3), dtype=np.uint8))
 
 
-def test_an_array_over_the_pixel_limit_is_refused():
-    with pytest.raises(ImageError, match=r"the array: too large to decode \(it is 13x7, more than 90 pixels"):
-        load_image(RGB, max_source_pixels=90)
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     (tmp_path / "plain.png").write_bytes(PNG)

@@ -46,7 +46,6 @@ def qwen_smart_resize(height: int, width: int, factor: int, low: int | None = No
         {"max_pixels": 28 * 28 * 6},
         {"min_pixels": 28 * 28 * 100},
         {"min_pixels": 28 * 28 * 10, "max_pixels": 28 * 28 * 20},
-        {"min_pixels": 32 * 32 * 10, "max_pixels": 32 * 32 * 20},
         {"resized_height": 100, "resized_width": 300},
         {"resized_height": 1, "resized_width": 1},
         {"resized_height": 10, "resized_width": 2000},
@@ -111,7 +110,6 @@ def test_a_part_without_sizes_does_not_change_the_image():
     "part, message",
     [
         ({"min_pixels": 5000, "max_pixels": 4000}, "min_pixels is 5000, above max_pixels 4000"),
-        ({"min_pixels": 10**10}, "min_pixels must be at most.*, got 10000000000"),
         ({"resized_height": 1, "resized_width": 500}, "500x1 pixels: the long side may be at most 200 times"),
         ({"resized_height": 2**62, "resized_width": 1}, "the long side may be at most 200 times"),
     ],

@@ -62,7 +62,6 @@ def test_a_single_bound_moves_the_other_if_they_would_cross():
     "bounds, message",
     [
         ((200, 100), "min_pixels is 200, above max_pixels 100"),
-        ((10**12, 10**13), "min_pixels must be at most 178956970, got 1000000000000"),
         ((10**12, None), "min_pixels must be at most 178956970, got 1000000000000"),
     ],
 )
