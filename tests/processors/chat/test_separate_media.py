@@ -17,7 +17,6 @@ def image(source: str, **keys) -> dict:
 
 
 EQUAL = {
-    "one": ([user(IMAGE, TEXT)], {"images": ["a"]}, [user(image("a"), TEXT)]),
     "not in a list": ([user(IMAGE, TEXT)], {"images": "a"}, [user(image("a"), TEXT)]),
     "in their order": (
         [SYSTEM, user(IMAGE, TEXT, IMAGE), ANSWER, user(IMAGE)],

@@ -115,13 +115,11 @@ CIRCLE.append(CIRCLE)
     ("kwargs", "message"),
     [
         (["enable_thinking"], "must be a dict of names and JSON values, got list"),
-        ("{}", "must be a dict .* got str"),
         ({1: 2}, "has the name 1, which is not a string"),
         ({"a": {1, 2}}, "has 'a' with {1, 2}, which is not a JSON value"),
         ({"a": [b"x"]}, "has 'a' with b'x', which is not a JSON value"),
         ({"a": {"b": math.nan}}, "has 'a' with nan, which is not a JSON value"),
         ({"a": {2: 3}}, "has 'a' with {2: 3}, which is not a JSON value"),
-        ({"a": print}, "which is not a JSON value"),
         ({"a": nested(MAX_DEPTH)}, "nested more than 32 deep, in 'a'"),
         ({"a": CIRCLE}, "nested more than 32 deep, in 'a'"),
     ],

@@ -51,7 +51,6 @@ TEXTS = {
     # White space between texts stays, whatever is between them
     f"Hi {CALL} bye": ("Hi bye", [F]),
     f"Hi\n{CALL}\n{CALL}\n\nbye {CALL} now": ("Hi\nbye now", [F] * 3),
-    f"  {CALL} bye": ("bye", [F]),
     f"Hi  {CALL}a{CALL}b{CALL}c": ("Hi  abc", [F] * 3),
     f"\n{CALL}Hi<tool_call>oops": ("Hi<tool_call>oops", [F]),
     f"Hi {CALL}\n<tool_call>oops": ("Hi <tool_call>oops", [F]),
