@@ -211,8 +211,8 @@ def test_a_caller_may_overwrite_its_buffers_after_add_request(before, as_numpy, 
     assert other.generate_multimodal(question, SHORT)[0].token_ids == want, "the cached embeddings belong to the image"
 
 
-def test_patches_of_a_list_of_arrays_are_copies():
-    given = [PIXELS[:4].copy(), PIXELS[4:].copy()]
+def test_patches_of_an_array_and_of_a_tensor_are_copies():
+    given = [PIXELS[:4].copy(), torch.tensor(PIXELS[4:])]
     made = items(given)
     overwrite(*given)
     assert all(torch.equal(a.patches, b.patches) for a, b in zip(made, items(), strict=True))
