@@ -11,14 +11,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from mmvllm.demo import assets
 from mmvllm.demo.assets import CompressedFiles, as_it_is, is_file
+from tests.demo.filtering import Sent, client, scope_of
 from tests.helpers.serving.pages import get
 
 TEXT = "".join(random.Random(0).choices("ab", k=400_000)).encode()
-
-
-def scope_of(path: str, method: str = "GET", **headers: str) -> dict:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b""}
 
 
 def answered(files: CompressedFiles, app, scope: dict) -> httpx.Response:
@@ -29,10 +25,7 @@ def answered(files: CompressedFiles, app, scope: dict) -> httpx.Response:
         sent.append({**message, "headers": [*message["headers"]]} if "headers" in message else message)
         message.get("headers", []).append((b"x-of-middleware", b"a"))
 
-    async def receive():
-        return {"type": "http.request"}
-
-    asyncio.run(files.respond(app, scope, receive, send))
+    asyncio.run(files.respond(app, scope, client(), send))
     body = b"".join(message.get("body", b"") for message in sent[1:])
     return httpx.Response(sent[0]["status"], headers=sent[0]["headers"], content=body)
 
@@ -98,13 +91,8 @@ def test_a_file_has_one_path(path):
 
 
 def test_an_encoding_that_a_response_has_is_kept():
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    response = Response(gzip.compress(TEXT), headers={"Content-Encoding": "gzip"})
-    asyncio.run(response(scope_of("/"), None, as_it_is(send)))
+    sent, response = Sent(), Response(gzip.compress(TEXT), headers={"Content-Encoding": "gzip"})
+    asyncio.run(response(scope_of(), None, as_it_is(sent)))
     assert [value for name, value in sent[0]["headers"] if name == b"content-encoding"] == [b"gzip"]
 
 

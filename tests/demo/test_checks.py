@@ -8,13 +8,9 @@ import pytest
 from starlette.datastructures import Headers
 
 from mmvllm.demo.checks import MAX_BRACKETS, MAX_COMMAS, clean_headers, is_foreign, is_logged_in, is_simple, is_unusable
+from tests.demo.filtering import scope_of
 
 HOST = "lan.test:7860"
-
-
-def scope_of(**headers: str) -> dict:
-    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http", "method": "GET", "path": "/", "headers": raw}
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
@@ -48,7 +44,7 @@ def test_a_login_is_looked_for_where_gradio_keeps_it():
     app = SimpleNamespace(auth=object(), cookie_id="id", tokens={"right": "bob"})
 
     def logged_in(app, cookie: str | None = None) -> bool:
-        return is_logged_in(scope_of(**({} if cookie is None else {"cookie": cookie})) | {"app": app})
+        return is_logged_in(scope_of(page=app, **({} if cookie is None else {"cookie": cookie})))
 
     assert logged_in(SimpleNamespace(auth=None)) and is_logged_in(scope_of())
     assert logged_in(app, "access-token-id=right") and logged_in(app, "a=b; access-token-unsecure-id=right")

@@ -18,17 +18,12 @@ from mmvllm.demo import session as session_module
 from mmvllm.demo import uploads as uploads_module
 from mmvllm.demo.parts import FileParts
 from mmvllm.demo.route_filter import MAX_BODY_BYTES, MAX_ENDINGS, MAX_LOGIN_BYTES, MAX_UNREAD, DemoRouteFilter
-from mmvllm.demo.session import Sessions
 from mmvllm.demo.settings import DemoSettings
-from mmvllm.demo.uploads import Uploads
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.utils.asgi import PIECE_BYTES
+from tests.demo.filtering import JOIN, UPLOAD, Sent, app, client, filter_of, scope_of
 
-UPLOAD = "/gradio_api/upload"
-
-
-async def app(scope, receive, send):
-    await send({"type": "http.response.start", "status": 200, "headers": []})
+FORM = "multipart/form-data; boundary=x"
 
 
 @pytest.fixture
@@ -36,32 +31,17 @@ def route_filter(tmp_path, monkeypatch) -> DemoRouteFilter:
     """The filter of a page with one image and one video of 1 MiB per question, and space for five."""
     monkeypatch.setattr(uploads_module, "MAX_BYTES", 5 * MAX_BODY_BYTES)
     monkeypatch.setattr(uploads_module, "FIRST_BYTES", 3 * MAX_BODY_BYTES)
-    settings = DemoSettings(
-        MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES), max_images=1, max_videos=1
-    )
-    sessions = Sessions(None, Uploads(tmp_path), settings)
-    results = SimpleNamespace(
-        num_unread=lambda session: MAX_UNREAD - (session != "busy"),
-        has_results=lambda session: session != "unknown",
-        **dict.fromkeys(("forget_upload", "count_event_bytes"), lambda *_: 0),
-        being_sent=lambda *_: nullcontext(),
-    )
-    return DemoRouteFilter(app, sessions, events={5}, results=results)
+    policy = MediaPolicy(max_bytes=MAX_BODY_BYTES, max_video_bytes=MAX_BODY_BYTES)
+    settings = DemoSettings(policy, max_images=1, max_videos=1)
+    return filter_of(tmp_path, settings, num_unread=lambda session: MAX_UNREAD - (session != "busy"))
 
 
 def messages(route_filter: DemoRouteFilter, path: str, method="POST", receive=None, page=None, **headers) -> list[dict]:
     """The messages of the response."""
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
     if path == UPLOAD:
-        headers = {"content_type": "multipart/form-data; boundary=x"} | headers
-    raw = [(name.replace("_", "-").encode(), str(value).encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": page}
-    receive = receive or body_of("")
-    asyncio.run(route_filter(scope | {"query_string": b"page=/&deep_link=%ff"}, receive, send))
+        headers = {"content_type": FORM} | headers
+    sent, scope = Sent(), scope_of(path, method, b"page=/&deep_link=%ff", page, **headers)
+    asyncio.run(route_filter(scope, receive or client(leaves_after=0), sent))
     return sent
 
 
@@ -123,20 +103,9 @@ def test_only_uploaded_files_reach_gradio(route_filter, tmp_path):
         assert status(route_filter, f"/demo/gradio_api/file={path}", "HEAD") == want
 
 
-def body_of(text: str) -> Receive:
-    """What a client sends, and its disconnection after it."""
-    sent = iter([{"type": "http.request", "body": text.encode()}])
-
-    async def receive() -> dict:
-        return next(sent, {"type": "http.disconnect"})
-
-    return receive
-
-
 def start(route_filter: DemoRouteFilter, text: str, route: str = "queue/join") -> int:
     """The status of an event."""
-    path = f"/demo/gradio_api/{route}"
-    return messages(route_filter, path, receive=body_of(text), content_length=len(text))[0]["status"]
+    return status(route_filter, f"/demo/gradio_api/{route}", receive=client(text.encode()), content_length=len(text))
 
 
 @pytest.mark.parametrize(("route", "of_busy"), [("queue/join", 429), ("run/stop", 200)])
@@ -160,8 +129,8 @@ def test_values_that_gradio_fails_with_are_refused(value, route_filter):
 def test_many_parts_are_refused_before_they_are_parsed(route_filter):
     value = ("[" * 40 + "]" * 40 + ",") * 1000
     for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/5"):
-        body = f'{{"fn_index": 5, "session_hash": "x", "data": [{value}0]}}'
-        assert messages(route_filter, path, receive=body_of(body), content_length=len(body))[0]["status"] == 413
+        body = f'{{"fn_index": 5, "session_hash": "x", "data": [{value}0]}}'.encode()
+        assert status(route_filter, path, receive=client(body), content_length=len(body)) == 413
 
 
 @pytest.mark.parametrize(
@@ -174,7 +143,7 @@ def test_many_parts_are_refused_before_they_are_parsed(route_filter):
     ],
 )
 def test_a_login_names_no_encoding(kind, want, route_filter):
-    assert status(route_filter, "/login", receive=body_of("a"), content_length=1, content_type=kind) == want
+    assert status(route_filter, "/login", receive=client(b"a"), content_length=1, content_type=kind) == want
 
 
 def test_nothing_but_a_login_is_possible_before_it(route_filter):
@@ -182,21 +151,22 @@ def test_nothing_but_a_login_is_possible_before_it(route_filter):
     gets, posts = ("queue/data", "heartbeat/abc", "info"), ("queue/join", "run/5", "upload")
     for method, path in [*(("GET", path) for path in gets), *(("POST", path) for path in posts)]:
         for cookie, is_let_in in (("", False), ("access-token-id=right", True)):
-            keys = {"page": page, "cookie": cookie, "content_length": 2, "receive": body_of("{}")}
+            keys = {"page": page, "cookie": cookie, "content_length": 2, "receive": client(b"{}")}
             assert (status(route_filter, f"/gradio_api/{path}", method, **keys) == 401) == (not is_let_in)
     for path in ("/", "/login", "/config", "/gradio_api/login_check", "/gradio_api/user", "/gradio_api/startup-events"):
         assert status(route_filter, path, "GET", page=page) == 200
 
 
 def test_a_stalled_request_times_out(route_filter, monkeypatch):
-    monkeypatch.setattr(route_filter_module, "BODY_SECONDS", 0)
-    for path in ("/login", "/gradio_api/queue/join", "/gradio_api/run/5"):
-        assert messages(route_filter, path, receive=never, content_length=9)[0]["status"] == 408
+    for limit, path in (("LOGIN_SECONDS", "/login"), ("BODY_SECONDS", JOIN), ("BODY_SECONDS", "/gradio_api/run/5")):
+        with monkeypatch.context() as patch:
+            patch.setattr(route_filter_module, limit, 0)
+            assert status(route_filter, path, receive=never, content_length=9) == 408
 
 
 def test_requests_other_than_uploads_are_short(route_filter):
     for path, most, want in (("/login", MAX_LOGIN_BYTES, 200), ("/gradio_api/queue/join", MAX_BODY_BYTES, 400)):
-        assert messages(route_filter, path, receive=body_of("x"), content_length=most)[0]["status"] == want
+        assert status(route_filter, path, receive=client(b"x"), content_length=most) == want
         assert status(route_filter, path, content_length=most + 1) == 413
     for path in ("/", "/demo/", "/config", "/theme.css"):
         assert status(route_filter, path, content_length=1) == 404
@@ -212,16 +182,10 @@ def test_an_upload_has_a_plain_id(upload_id, route_filter):
         await app(scope, receive, send)
 
     async def ask(path: str, method: str, given: str) -> int:
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        headers = [(b"content-length", b"2"), (b"content-type", b"multipart/form-data; boundary=x")]
-        scope = {"type": "http", "method": method, "path": path, "headers": headers if method == "POST" else []}
-        await route_filter(scope | {"query_string": f"upload_id={given}".encode()}, body_of(""), send)
+        sent, headers = Sent(), {"content_length": 2, "content_type": FORM} if method == "POST" else {}
+        await route_filter(scope_of(path, method, f"upload_id={given}".encode(), **headers), client(), sent)
         await asyncio.sleep(0.01)
-        return sent[0]["status"]
+        return sent.statuses[0]
 
     async def ask_all() -> list[int]:
         return [
@@ -271,10 +235,8 @@ def test_concurrent_uploads_share_the_space(route_filter):
 
     async def both():
         route_filter.app = slow
-        headers = [(b"content-length", str(3 * MAX_BODY_BYTES).encode())]
-        headers += [(b"content-type", b"multipart/form-data; boundary=x")]
-        scope = {"type": "http", "method": "POST", "path": UPLOAD, "headers": headers}
-        await asyncio.wait_for(asyncio.gather(*(route_filter(scope, body_of(""), send) for _ in range(2))), 20)
+        scope = scope_of(UPLOAD, "POST", content_length=3 * MAX_BODY_BYTES, content_type=FORM)
+        await asyncio.wait_for(asyncio.gather(*(route_filter(scope, client(), send) for _ in range(2))), 20)
 
     asyncio.run(both())
     assert seen[0] == 507
@@ -289,7 +251,7 @@ def test_a_slow_upload_holds_little_space_before_it_arrives(route_filter, monkey
     pieces = [PART, *[b"x" * MAX_BODY_BYTES] * 2]
     with ExitStack() as others:
         for _ in range(4):
-            parts = FileParts("multipart/form-data; boundary=x", max_files=2)
+            parts = FileParts(FORM, max_files=2)
             upload = others.enter_context(route_filter._uploads.incoming(size, parts))
             assert status(route_filter, UPLOAD, receive=dripping([PART]), content_length=size) == 200
         upload.reserve(2 * MAX_BODY_BYTES)
@@ -297,6 +259,11 @@ def test_a_slow_upload_holds_little_space_before_it_arrives(route_filter, monkey
         upload.reserve(3 * MAX_BODY_BYTES)
         with pytest.raises(MultiPartException, match="no room"):
             status(route_filter, UPLOAD, receive=dripping(pieces), content_length=size)
+
+
+async def gone() -> dict:
+    """The disconnection of a client."""
+    return {"type": "http.disconnect"}
 
 
 async def never() -> dict:
@@ -341,27 +308,27 @@ def test_an_upload_that_drips_times_out(rate, want, route_filter, monkeypatch):
     route_filter.app = reading
     pieces = repeat(b"x") if want == 408 else [b"x"] * 9
     receive = dripping(chain([PART], pieces))
-    assert messages(route_filter, UPLOAD, receive=receive, content_length=10**6)[0]["status"] == want
+    assert status(route_filter, UPLOAD, receive=receive, content_length=10**6) == want
 
 
 def test_an_upload_ends_in_time_however_fast_it_is(route_filter, monkeypatch):
     monkeypatch.setattr(route_filter_module, "UPLOAD_SECONDS", 1e-3)
     route_filter.app = reading
     receive = dripping(chain([PART], repeat(b"x" * 1000)))
-    assert messages(route_filter, UPLOAD, receive=receive, content_length=10**6)[0]["status"] == 408
+    assert status(route_filter, UPLOAD, receive=receive, content_length=10**6) == 408
 
 
 def test_an_upload_is_ended_by_its_first_file_that_there_is_no_room_for(route_filter, monkeypatch):
     monkeypatch.setattr(uploads_module, "MAX_INCOMING_FILES", 2)
     route_filter.app = reading
     for num_begun, is_accepted in {1: True, 2: False}.items():
-        other = FileParts("multipart/form-data; boundary=x", max_files=2)
+        other = FileParts(FORM, max_files=2)
         other.add((PART + b"\r\n") * num_begun)
         with (
             route_filter._uploads.incoming(1, other),
             nullcontext() if is_accepted else pytest.raises(MultiPartException, match="no room"),  # gradio: 400
         ):
-            assert messages(route_filter, UPLOAD, receive=dripping([PART]), content_length=1)[0]["status"] == 200
+            assert status(route_filter, UPLOAD, receive=dripping([PART]), content_length=1) == 200
 
 
 def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeypatch):
@@ -375,9 +342,6 @@ def test_a_timeout_during_the_response_sends_no_second_one(route_filter, monkeyp
 
 
 def test_a_disconnect_while_sending_is_not_an_error(route_filter):
-    async def gone() -> dict:
-        return {"type": "http.disconnect"}
-
     route_filter.app = reading
     assert messages(route_filter, UPLOAD, receive=gone, content_length=1) == []
 
@@ -409,14 +373,9 @@ def test_heartbeats_that_end_together_do_so_in_turns(route_filter):
         await asyncio.sleep(0)
         at_once -= 1
 
-    async def gone():
-        return {"type": "http.disconnect"}
-
     async def all_of_them() -> None:
-        scopes = [
-            {"type": "http", "method": "GET", "path": f"/gradio_api/heartbeat/{i}", "headers": []} for i in range(30)
-        ]
-        await asyncio.gather(*(route_filter(scope, gone, lambda _: asyncio.sleep(0)) for scope in scopes))
+        scopes = [scope_of(f"/gradio_api/heartbeat/{i}") for i in range(30)]
+        await asyncio.gather(*(route_filter(scope, gone, Sent()) for scope in scopes))
 
     route_filter.app = ending
     asyncio.run(all_of_them())
@@ -435,9 +394,7 @@ def test_unclaimed_uploads_are_removed_without_further_requests(route_filter, mo
     path = tmp_path / "hash" / "a.png"
 
     async def come_once_and_wait() -> None:
-        await route_filter(
-            {"type": "http", "method": "GET", "path": "/", "headers": []}, body_of(""), lambda _: asyncio.sleep(0)
-        )
+        await route_filter(scope_of("/"), client(), Sent())
         while path.exists():
             await asyncio.sleep(0)
 
