@@ -2,56 +2,37 @@
 
 import socketserver
 import threading
-from contextlib import ExitStack
 
 import pytest
 
 from mmvllm.demo import uploads as uploads_module
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.serving.browser import IMAGES, OTHER, SCENE, Tab, opened
-from tests.helpers.serving.pages import in_steps, served, until
+from tests.helpers.serving.pages import until
 
 pytest.importorskip("gradio")
 pytestmark = [pytest.mark.browser, pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")]
 
 
-def test_a_full_engine_gives_a_message_and_keeps_the_question(chromium, checkpoint):
-    with (
-        served(checkpoint, max_num_seqs=1, max_waiting=2) as site,
-        ExitStack() as stack,
-        in_steps(site.engine) as make_steps,
-    ):
-        tabs = [stack.enter_context(opened(chromium, site)) for _ in range(4)]
-        for tab in tabs:
-            tab.set_longest(1000)
-        tabs[0].ask("question 0")
-        make_steps(40)
-        until(lambda: any(tabs[0].answers()))
-        for tab, note in ((tabs[1], "Waiting, next in line"), (tabs[2], "Waiting, 1 ahead of you")):
-            tab.ask("question")
-            until(lambda tab=tab, note=note: tab.notes() == [note])
-        tabs[3].ask("question 3")
-        tabs[3].page.get_by_text("Many people are asking right now; try again in a moment").wait_for()
-        assert (tabs[3].box.input_value(), tabs[3].questions()) == ("question 3", [])
-
-
 @pytest.mark.parametrize(
-    "content, message",
+    "name, content, message",
     [
-        (b"this is no picture", "broken.png: not an image in PNG, JPEG"),
-        (None, "broken.png: cannot be decoded, damaged or truncated"),
+        ("broken.png", SCENE.read_bytes()[:300], "broken.png: cannot be decoded, damaged or truncated"),
+        ("broken.mp4", b"this is no video", "broken.mp4: is not a video"),
     ],
+    ids=["picture", "video"],
 )
-def test_a_broken_file_gives_a_message_and_the_page_still_works(content, message, chromium, site, tmp_path):
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(SCENE.read_bytes()[:300] if content is None else content)
+def test_a_broken_file_gives_a_message_and_the_page_still_works(name, content, message, chromium, site, tmp_path):
+    broken = tmp_path / name
+    broken.write_bytes(content)
     with opened(chromium, site) as tab:
         tab.add(broken)
         until(lambda: message in tab.page.locator("#cost").inner_text())  # before it is asked about
         tab.ask("Describe this image.")
         tab.page.locator(".toast-wrap").get_by_text(message).wait_for()
         assert tab.box.input_value() == "Describe this image."
-        tab.page.locator("#box .delete-button").click()
+        tab.page.get_by_role("button", name="Remove video" if name.endswith("mp4") else "Remove picture").click()
+        until(lambda: tab.page.locator("#cost").inner_text().startswith("Up to 3 pictures"))
         assert tab.answer_to("What is written?", SCENE) == '"4".'
 
 
@@ -73,14 +54,6 @@ def test_a_file_that_is_too_large_is_refused_with_a_message(chromium, site, tmp_
         tab.page.locator(".toast-wrap").wait_for()
         assert "maximum allowed size" in tab.page.locator(".toast-wrap").inner_text()
         assert tab.answer_to("What is written?", SCENE) == '"4".'
-
-
-def test_a_conversation_that_is_too_long_for_the_model_is_refused_with_a_message(chromium, site):
-    with opened(chromium, site) as tab:
-        tab.add(SCENE)
-        tab.ask("word " * 3000)
-        tab.page.locator(".toast-wrap").get_by_text("the model takes fewer than 2,048").wait_for()
-        assert tab.questions() == []
 
 
 def test_no_answer_makes_the_browser_fetch_from_another_host(chromium, site):

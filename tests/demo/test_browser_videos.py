@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from mmvllm.demo import session as session_module
 from tests.helpers.media.videos import make_clip
 from tests.helpers.serving.browser import SCENE, opened, uploaded
 from tests.helpers.serving.pages import until
@@ -85,19 +84,6 @@ def test_what_a_browser_cannot_play_is_shown_as_frames(chromium, site, clips):
         until(lambda: strip.count() == 6 and len(tab.answers()) == 2)
 
 
-def test_a_broken_video_gives_a_message_and_the_page_still_works(chromium, site, clips, tmp_path):
-    (tmp_path / "broken.mp4").write_bytes(clips["mp4"].read_bytes()[:300])
-    with opened(chromium, site) as tab:
-        tab.add(tmp_path / "broken.mp4")
-        until(lambda: cost(tab).startswith("broken.mp4: "))
-        tab.ask("What moves?")
-        tab.page.locator(".toast-wrap").get_by_text("broken.mp4: ").wait_for()
-        assert tab.box.input_value() == "What moves?"
-        tab.page.get_by_role("button", name="Remove video").click()
-        until(lambda: cost(tab).startswith("Up to 3 pictures"))
-        tab.answer_to("What moves?", clips["mp4"])
-
-
 def test_a_conversation_with_a_video_is_kept_and_its_loss_is_told(chromium, site, clips):
     with opened(chromium, site) as tab:
         tab.answer_to("What moves?", clips["webm"], SCENE)
@@ -116,16 +102,6 @@ def test_a_conversation_with_a_video_is_kept_and_its_loss_is_told(chromium, site
         tab.page.get_by_text("The videos of this conversation are no longer here").wait_for()
         until(lambda: len(tab.answers()) == 2)
         assert tab.page.locator("#chat video").count() == 0 and tab.page.locator("#chat .component img").count() == 1
-
-
-def test_a_video_of_a_closed_tab_is_removed(chromium, site, clips, monkeypatch):
-    monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0.5)
-    before = {*uploaded()}  # of tabs of other tests
-    with opened(chromium, site) as tab:
-        tab.answer_to("What moves?", clips["mp4"])
-        own = {*uploaded()} - before
-        assert "clip.mp4" in [path.name for path in own]
-    until(lambda: not own & {*uploaded()})
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -43,6 +43,12 @@ def uploaded(uploads: Uploads, name: str) -> UploadedImage:
     return UploadedImage.read(path, DIRECT)
 
 
+@pytest.fixture
+def handlers(tmp_path) -> Handlers:
+    settings = DemoSettings(POLICY)
+    return Handlers(SimpleNamespace(model="x"), settings, Uploads(tmp_path), [], InProcessDecoder(POLICY))
+
+
 def restored(handlers: Handlers, turns: list[dict], **flags) -> tuple[list[Turn], dict]:
     """The turns of the visitor's session after a restore, and the record that the browser is given."""
     event = gradio.EventData(None, {"turns": turns, **flags})
@@ -50,13 +56,11 @@ def restored(handlers: Handlers, turns: list[dict], **flags) -> tuple[list[Turn]
     return handlers.sessions.get("visitor").turns, json.loads(view[-1])
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
-    uploads = Uploads(tmp_path)
-    image = uploaded(uploads, "a.png")
+def test_a_record_is_read_as_it_was_written(handlers):
+    image = uploaded(handlers.uploads, "a.png")
     turns = [Turn("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"), Turn("And?", (), "", "Looking …")]
     record = to_record(turns)
     assert "<" not in record  # it is inserted into a page
-    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [], InProcessDecoder(POLICY))
     got, again = restored(handlers, json.loads(record)["turns"])
     assert [(turn.question, turn.media, turn.answer, turn.note) for turn in got] == [
         ("**What** is <b>?", (image,), "A </script> star.", "5 tokens/s"),
@@ -68,24 +72,21 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     ]
 
 
-def test_images_that_are_gone_are_asked_for_and_then_left_out(tmp_path):
-    uploads = Uploads(tmp_path)
-    here = uploaded(uploads, "a.png")
+def test_images_that_are_gone_are_asked_for_and_then_left_out(handlers, tmp_path):
+    here = uploaded(handlers.uploads, "a.png")
     gone = str(tmp_path / "hash" / "gone.png")
     kept = [{"question": "q", "answer": "a", "note": "n", "images": [str(here.path), gone]}]
-    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), uploads, [], InProcessDecoder(POLICY))
     assert restored(handlers, kept) == ([], {"turns": [], "missing": [gone], "strips": {}, "boxes": {}})
     (turn,), record = restored(handlers, kept, final=True)
     assert turn.media == (here,) and record["turns"][0]["images"] == [str(here.path)]
 
 
-@pytest.mark.parametrize("path", ["/etc/hostname", "{folder}/../secret.png", "https://example.com/a.png", ""])
-def test_a_kept_conversation_gives_access_to_no_other_file(path, tmp_path):
-    (tmp_path / "up").mkdir()
-    noise_image(60, 40).save(tmp_path / "secret.png")
-    handlers = Handlers(SimpleNamespace(model="x"), DemoSettings(POLICY), Uploads(tmp_path / "up"), [])
-    images = [path.format(folder=tmp_path / "up")]
-    (turn,), _ = restored(handlers, [{"question": "q", "answer": "a", "note": "n", "images": images}], final=True)
+@pytest.mark.parametrize("path", ["{folder}/secret.png", "https://example.com/a.png"])
+def test_a_kept_conversation_gives_access_to_no_other_file(path, handlers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others")
+    noise_image(60, 40).save(folder / "secret.png")
+    kept = {"question": "q", "answer": "a", "note": "n", "images": [path.format(folder=folder)]}
+    (turn,), _ = restored(handlers, [kept], final=True)
     assert turn.media == ()
 
 

@@ -81,6 +81,7 @@ def test_a_long_response_is_sent_in_pieces(path, route_filter):
         ("/gradio_api/cancel", 404),
         ("/gradio_api/reset", 404),
         ("/gradio_api/deep_link", 404),
+        ("/gradio_api/runs", 404),
         ("/openapi.json", 404),
         ("/docs", 404),
         ("/logout", 404),

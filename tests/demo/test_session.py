@@ -18,7 +18,6 @@ from mmvllm.demo.session import Sessions, in_ticks
 from mmvllm.demo.settings import DemoSettings
 from mmvllm.demo.uploads import Uploads
 from mmvllm.entrypoints.async_llm import AsyncLLM
-from mmvllm.errors import EngineBusy
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.outputs import Delta
 from mmvllm.processors.videos.load import DIRECT
@@ -29,6 +28,7 @@ from tests.helpers.serving.pages import elsewhere
 
 POLICY = MediaPolicy()
 OPTIONS = Options("", 0, 1, 0, 1, 900, -1, 3136, 20_000)
+VISITOR = SimpleNamespace(session_hash="one")
 SMALL = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_warmup": True}
 
 
@@ -36,6 +36,21 @@ SMALL = {"dtype": "float32", "device": "cpu", "num_kvcache_blocks": 256, "skip_w
 def uploads(tmp_path) -> Uploads:
     (tmp_path / "up").mkdir()
     return Uploads(tmp_path / "up")
+
+
+@pytest.fixture
+def sessions(uploads) -> Sessions:
+    """Sessions without an engine."""
+    return Sessions(None, uploads, DemoSettings(POLICY))
+
+
+def handlers_of(uploads: Uploads, engine=None, decoder=None):
+    """The handlers of the page; without an engine they can read images."""
+    pytest.importorskip("gradio")
+    from mmvllm.demo.handlers import Handlers
+
+    engine = engine or SimpleNamespace(image_config=image_config())
+    return Handlers(engine, DemoSettings(POLICY), uploads, [], decoder)
 
 
 def sent(uploads: Uploads, session_id: str, name: str = "a.png") -> UploadedImage:
@@ -91,12 +106,12 @@ def test_an_answer_is_streamed_and_ends_with_statistics(checkpoint, uploads):
 
 def test_stop_keeps_the_answer_so_far(checkpoint, uploads):
     async def work(engine):
-        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
-        session, turn = sessions.get("one"), Turn("talk")
-        async with aclosing(sessions.answer(session, turn, OPTIONS)) as ticks:
+        handlers = handlers_of(uploads, engine)
+        turn, answer = Turn("talk"), handlers.sessions.answer
+        async with aclosing(answer(handlers.sessions.get("one"), turn, OPTIONS)) as ticks:
             async for _ in ticks:
                 if turn.answer:
-                    await sessions.stop(session)
+                    await handlers.stop(VISITOR)
                     assert engine.stats().num_running == 0
         assert turn.answer and turn.note.startswith("Stopped · first token after")
 
@@ -151,25 +166,23 @@ def test_leaving_aborts_the_request_and_removes_the_images(checkpoint, uploads, 
     with_engine(checkpoint, work)
 
 
-async def counts(handlers, visitor, paths: list[str]) -> str:
+async def counts(handlers, *paths: Path, options: Options = OPTIONS) -> str:
     """What is said about images when they are added."""
-    return await handlers.count(visitor, json.dumps(paths), *astuple(OPTIONS))
+    return await handlers.count(VISITOR, json.dumps([*map(str, paths)]), *astuple(options))
 
 
 @pytest.mark.spawns
 def test_a_question_that_is_undone_while_it_is_answered_keeps_its_images(checkpoint, uploads):
     gradio = pytest.importorskip("gradio")
-    from mmvllm.demo.handlers import Handlers
 
     async def work(engine):
-        handlers, held = Handlers(engine, DemoSettings(POLICY), uploads, []), sent(uploads, "one")
-        visitor, event = SimpleNamespace(session_hash="one"), gradio.EventData(None, {"index": 0})
-        session, values = handlers.sessions.get("one"), astuple(OPTIONS)
+        handlers, held = handlers_of(uploads, engine), sent(uploads, "one")
+        session, event = handlers.sessions.get("one"), gradio.EventData(None, {"index": 0})
         draft = {"text": "talk", "files": [{"path": str(held.path)}]}
-        async for _ in handlers.ask(visitor, event, draft, *values):
+        async for _ in handlers.ask(VISITOR, event, draft, *astuple(OPTIONS)):
             if session.turns and session.turns[0].answer:
-                await counts(handlers, visitor, [])  # the message box is empty now
-                await handlers.undo(visitor, event)
+                await counts(handlers)  # the message box is empty now
+                await handlers.undo(VISITOR, event)
         assert (session.turns, held.path.exists()) == ([], True)
 
     with_engine(checkpoint, work)
@@ -194,16 +207,21 @@ def test_an_invalid_question_leaves_no_turn(checkpoint, uploads):
     with_engine(checkpoint, work)
 
 
-def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads):
+def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads, monkeypatch):
+    gradio = pytest.importorskip("gradio")
+    warnings = []
+    monkeypatch.setattr(gradio, "Warning", warnings.append)
+
     async def work(engine):
-        sessions = Sessions(engine, uploads, DemoSettings(POLICY))
-        one, two = sessions.get("one"), sessions.get("two")
-        turn = Turn("talk")
+        handlers = handlers_of(uploads, engine)
+        sessions, turn, draft = handlers.sessions, Turn("talk"), {"text": "me too", "files": []}
+        one, two = sessions.get("another"), sessions.get("one")
         task = asyncio.create_task(answer_steps(sessions, one, turn))
         while not turn.answer:
             await asyncio.sleep(0.01)
-        with pytest.raises(EngineBusy):
-            await answer_steps(sessions, two, Turn("me too"))
+        *_, view = [view async for view in handlers.ask(VISITOR, None, draft, *astuple(OPTIONS))]
+        assert warnings == ["Many people are asking right now; try again in a moment"]
+        assert view[1]["value"] == draft and two.turns == []
         await sessions.stop(one)
         await task
         assert (await answer_steps(sessions, two, Turn("me too"), replace(OPTIONS, max_tokens=5)))[-1]
@@ -211,10 +229,10 @@ def test_a_full_engine_refuses_a_question_and_takes_it_later(checkpoint, uploads
     with_engine(checkpoint, work, max_num_seqs=1, max_waiting=0)
 
 
-def test_the_number_of_sessions_is_limited(uploads, monkeypatch):
+def test_the_number_of_sessions_is_limited(sessions, uploads, monkeypatch):
     """The one that was idle longest goes, unless its tab is open; while all are, no further one begins."""
     monkeypatch.setattr(session_module, "MAX_SESSIONS", 3)
-    sessions, forgotten = Sessions(None, uploads, DemoSettings(POLICY)), []
+    forgotten = []
     sessions.forget = forgotten.append
     held = sent(uploads, "old")
     sessions.get("old").turns.append(Turn("q", (held,)))
@@ -230,9 +248,9 @@ def test_the_number_of_sessions_is_limited(uploads, monkeypatch):
     assert forgotten == ["old", "new"]
 
 
-def test_few_sessions_without_a_tab_are_kept(uploads, monkeypatch):
+def test_few_sessions_without_a_tab_are_kept(sessions, monkeypatch):
     monkeypatch.setattr(session_module, "MAX_CLOSED", 2)
-    sessions, forgotten = Sessions(None, uploads, DemoSettings(POLICY)), []
+    forgotten = []
     sessions.forget = forgotten.append
     with sessions.open_tab("open"):
         for name in ("open", "a", "b", "a", "c"):
@@ -246,15 +264,12 @@ def sweep(sessions: Sessions) -> None:
 
 @pytest.mark.spawns
 def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch):
-    pytest.importorskip("gradio")
-    from mmvllm.demo.handlers import Handlers
+    handlers = handlers_of(uploads)
 
     async def late() -> None:
-        await handlers.leave(visitor)
-        await counts(handlers, visitor, [str(held.path)])
+        await handlers.leave(VISITOR)
+        await counts(handlers, held.path)
 
-    engine = SimpleNamespace(image_config=image_config())
-    handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
     handlers.sessions.get("one")
     held = sent(uploads, "nobody")
     elsewhere(late())
@@ -266,13 +281,9 @@ def test_an_event_after_its_visitor_left_leaves_no_session(uploads, monkeypatch)
     assert not held.path.exists()
 
 
-def test_a_reloaded_tab_keeps_its_images(uploads, monkeypatch):
+def test_a_reloaded_tab_keeps_its_images(sessions, uploads, monkeypatch):
     monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
-    sessions, held, gone = (
-        Sessions(None, uploads, DemoSettings(POLICY)),
-        sent(uploads, "one"),
-        sent(uploads, "one", "b.png"),
-    )
+    held, gone = sent(uploads, "one"), sent(uploads, "one", "b.png")
     sessions.get("one")
 
     async def reload() -> None:
@@ -285,10 +296,9 @@ def test_a_reloaded_tab_keeps_its_images(uploads, monkeypatch):
     assert (held.path.exists(), gone.path.exists()) == (True, False)
 
 
-def test_a_connection_that_is_lost_for_a_moment_loses_nothing(uploads, monkeypatch):
+def test_a_connection_that_is_lost_for_a_moment_loses_nothing(sessions, uploads, monkeypatch):
     monkeypatch.setattr(session_module, "RELOAD_SECONDS", 0)
-    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
-    session = sessions.get("one")
+    held, session = sent(uploads, "one"), sessions.get("one")
 
     async def reconnect() -> None:
         await sessions.end("one")
@@ -301,11 +311,7 @@ def test_a_connection_that_is_lost_for_a_moment_loses_nothing(uploads, monkeypat
 
 @pytest.mark.spawns
 def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_once(uploads, monkeypatch):
-    pytest.importorskip("gradio")
-    from mmvllm.demo.handlers import Handlers
-
-    engine = SimpleNamespace(image_config=image_config())
-    handlers, visitor = Handlers(engine, DemoSettings(POLICY), uploads, []), SimpleNamespace(session_hash="one")
+    handlers = handlers_of(uploads)
     good, bad = sent(uploads, "one"), sent(uploads, "one", "bad.png")
     bad.path.write_bytes(bad.path.read_bytes()[:300])
     decoded, read = [], UploadedImage.read
@@ -314,7 +320,7 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
 
     async def add() -> None:
         for paths in ([good], [good, bad]):
-            said.append(await counts(handlers, visitor, [str(image.path) for image in paths]))
+            said.append(await counts(handlers, *(image.path for image in paths)))
 
     elsewhere(add())
     assert said[0] == "12 picture tokens" and "bad.png: cannot be decoded, damaged or truncated" in said[1]
@@ -323,12 +329,9 @@ def test_a_damaged_image_is_named_when_it_is_added_and_good_ones_are_decoded_onc
 
 def test_a_count_ends_an_older_one(uploads):
     gradio = pytest.importorskip("gradio")
-    from mmvllm.demo.handlers import Handlers
 
     async def work() -> None:
-        engine, decoder = SimpleNamespace(image_config=image_config()), InProcessDecoder(POLICY)
-        handlers = Handlers(engine, DemoSettings(POLICY), uploads, [], decoder)
-        visitor, paths = SimpleNamespace(session_hash="one"), json.dumps([str(sent(uploads, "one").path)])
+        handlers, held = handlers_of(uploads, decoder=InProcessDecoder(POLICY)), sent(uploads, "one")
         is_reading, read = asyncio.Event(), handlers.sessions.read
 
         async def slowly(*given):
@@ -338,19 +341,18 @@ def test_a_count_ends_an_older_one(uploads):
             return await read(*given)
 
         handlers.sessions.read = slowly
-        older = asyncio.create_task(handlers.count(visitor, paths, *astuple(OPTIONS)))
+        older = asyncio.create_task(counts(handlers, held.path))
         await is_reading.wait()
         fewer = replace(OPTIONS, max_pixels=OPTIONS.min_pixels)
-        assert await handlers.count(visitor, paths, *astuple(fewer)) == "2 picture tokens"
+        assert await counts(handlers, held.path, options=fewer) == "2 picture tokens"
         assert await older == gradio.skip()
 
     elsewhere(work())
 
 
-def test_an_open_tab_keeps_its_session_however_long_it_idles(uploads, monkeypatch):
+def test_an_open_tab_keeps_its_session_however_long_it_idles(sessions, uploads, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
-    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
-    session = sessions.get("one")
+    held, session = sent(uploads, "one"), sessions.get("one")
     with sessions.open_tab("one"):
         with sessions.open_tab("one"):  # a second heartbeat of the same session
             pass
@@ -360,10 +362,9 @@ def test_an_open_tab_keeps_its_session_however_long_it_idles(uploads, monkeypatc
     assert (sessions.get("one") is session, held.path.exists()) == (False, False)
 
 
-def test_a_session_without_a_tab_is_kept_while_it_is_answered(uploads, monkeypatch):
+def test_a_session_without_a_tab_is_kept_while_it_is_answered(sessions, uploads, monkeypatch):
     monkeypatch.setattr(session_module, "ORPHAN_SECONDS", -1)
-    sessions, held = Sessions(None, uploads, DemoSettings(POLICY)), sent(uploads, "one")
-    session = sessions.get("one")
+    held, session = sent(uploads, "one"), sessions.get("one")
     session.request_id = "runs"
     sweep(sessions)
     assert sessions.get("one") is session and held.path.exists()
