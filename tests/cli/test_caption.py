@@ -56,20 +56,6 @@ def test_captions_are_those_of_the_library(caption, images, tmp_path, checkpoint
     assert records(tmp_path / "out.jsonl")[0]["caption"] == answer.text.strip() != other.text.strip()
 
 
-def test_a_broken_image_among_good_ones(caption, images, tmp_path):
-    whole = (images / "b.png").read_bytes()
-    (images / "broken.png").write_bytes(whole[: len(whole) // 2])
-    (images / "c-text.png").write_text("not an image")
-    code, _, _ = caption(images, "--output", tmp_path / "out.jsonl")
-    by_name = {Path(record["path"]).name: record for record in records(tmp_path / "out.jsonl")}
-    assert code == 3 and len(by_name) == 7
-    assert {name for name, record in by_name.items() if record["error"]} == {"broken.png", "c-text.png"}
-    assert by_name["broken.png"]["caption"] is None and "damaged or truncated" in by_name["broken.png"]["error"]
-    assert by_name["c-text.png"]["error"].startswith("not an image in AVIF, BMP, DIB, GIF, ")
-    assert caption(images / "a.JPG", "--output", tmp_path / "alone.jsonl")[0] == 0
-    assert records(tmp_path / "alone.jsonl")[0]["caption"] == by_name["a.JPG"]["caption"]
-
-
 def test_a_missing_file_is_a_record_with_an_error(caption, images, tmp_path):
     code, _, _ = caption("/absent.png", images / "a.JPG", "--output", tmp_path / "out.jsonl")
     made = {record["path"]: record for record in records(tmp_path / "out.jsonl")}
@@ -83,17 +69,6 @@ def test_errors_go_to_stderr_and_captions_to_stdout(caption, images):
     assert code == 3
     assert "/absent.png: no such file" in err.splitlines()
     assert "absent" not in "\n".join(out) and "\n".join(out).startswith(f"{images / 'a.JPG'}: ")
-
-
-def test_records_keep_every_file_name_and_stay_utf_8(caption, images, tmp_path):
-    names = ["日本語 é.png", os.fsdecode(b"latin-\xe9.png"), 'quote".png']
-    for name in names:
-        (images / name).write_bytes((images / "b.png").read_bytes())
-    assert caption(*(images / name for name in names), "--output", tmp_path / "out.jsonl")[0] == 0
-    made = records(tmp_path / "out.jsonl")
-    assert {record["path"] for record in made} == {str(images / name) for name in names}
-    assert "日本語" in (tmp_path / "out.jsonl").read_text(encoding="utf-8")
-    assert len({record["caption"] for record in made}) == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--output", "x.jsonl"]])
@@ -124,27 +99,17 @@ def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
     [
         (["--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
         (["--model", str(ROOT)], "not a checkpoint folder, it has no config.json"),
-        (["--device", "toaster"], "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'toaster'"),
-        (["--dtype", "int4"], "dtype must be 'auto', 'float32', 'float16' or 'bfloat16', got 'int4'"),
         (["--max-tokens", "0"], "--max-tokens must be an integer of at least 1, -1 or None, got 0"),
-        (["--output", "/no/such/folder/out.jsonl"], "there is no folder /no/such/folder; make it first"),
+        (["--output", "{images}"], "--output {images} is a folder; name a file"),
+        (["--output", "{images}/captions.json"], "name it captions.jsonl, or choose a --format"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_values_end_with_a_message(arguments, message, caption, images):
+    arguments, message = [each.format(images=images) for each in arguments], message.format(images=images)
     code, out, err = caption(images / "b.png", *arguments)
     assert (code, out) == (2, [])
     assert err.startswith("mmvllm caption: ") and message in err
-
-
-def test_an_output_that_cannot_be_written_ends_with_a_message(caption, images, tmp_path):
-    code, _, err = caption(images / "b.png", "--output", tmp_path)
-    assert code == 2 and f"--output {tmp_path} is a folder; name a file" in err
-
-
-def test_an_output_with_another_suffix_is_refused_with_the_options(caption, images, tmp_path):
-    code, _, err = caption(images / "b.png", "--output", tmp_path / "captions.json")
-    assert code == 2 and "name it captions.jsonl, or choose a --format" in err
 
 
 def test_a_report_that_cannot_be_written_says_what_to_do(caption, images, tmp_path, monkeypatch):
@@ -172,15 +137,6 @@ def test_a_wrong_model_leaves_an_earlier_output_alone(caption, images, tmp_path)
     (tmp_path / "out.jsonl").write_text("earlier\n")
     assert caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--model", "/no/such/model")[0] == 2
     assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
-
-
-def test_a_file_of_another_program_is_not_written_to(caption, images, tmp_path):
-    (tmp_path / "out.jsonl").write_text("earlier\n")
-    code, _, err = caption(images / "b.png", "--output", tmp_path / "out.jsonl")
-    assert code == 2 and "was not made by mmvllm" in err
-    assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
-    assert caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--overwrite")[0] == 0
-    assert len(records(tmp_path / "out.jsonl")) == 1
 
 
 def test_version(capsys):

@@ -7,6 +7,7 @@ import pytest
 from mmvllm.cli.main import main
 from mmvllm.models.registry import load_config
 from mmvllm.models.splitting import PlannedRank
+from tests.cli.info_output import sections_of
 from tests.helpers.models.device_memory import PUBLISHED, device_bytes, memory_rows
 from tests.helpers.models.metadata import ROOT, needs_metadata
 from tests.helpers.models.weights import load
@@ -18,14 +19,7 @@ def info(checkpoints, capsys):
 
     def run(shape: str, *args: str) -> dict[str, dict[str, str]]:
         assert main(["info", "--model", str(checkpoints(shape)), "--device", "cpu", *args]) == 0
-        sections, title = {}, ""
-        for line in capsys.readouterr().out.splitlines():
-            if line.startswith("  "):
-                sections[title][line[2:18].strip()] = line[18:].strip()
-            else:
-                title = line
-                sections[title] = {}
-        return sections
+        return sections_of(capsys.readouterr().out)
 
     return run
 

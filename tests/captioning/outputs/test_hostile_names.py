@@ -1,6 +1,5 @@
 """Links, pipes and names in folders, tars and outputs that come from others: nothing else is written to or read."""
 
-import json
 import os
 import tarfile
 from io import BytesIO
@@ -80,32 +79,6 @@ def test_a_caption_file_that_is_a_link_is_not_followed(shared_llm, images, targe
     (record,) = caption(shared_llm, images, format="txt", overwrite=True)
     assert link.read_text() == record["caption"] + "\n" and not link.is_symlink()
     assert Path("victim.sh").read_text() == "precious" and not Path("new.sh").exists()
-
-
-@pytest.mark.parametrize("output_dir", [None, "out"])
-def test_an_output_does_not_say_which_files_are_written(shared_llm, images, output_dir):
-    keys = {"format": "txt", "output": "captions.jsonl", "output_dir": output_dir}
-    (own,) = caption(shared_llm, images, **keys)
-    evil = [
-        *(
-            "evil.sh",
-            "images/evil.sh",
-            "images/evil.txt",
-            "images/a.b.txt",
-            "../evil.txt",
-            "out/../evil.txt",
-            "out/../../evil.txt",
-            "images/../evil.txt",
-        ),
-        str(Path("evil.txt").absolute()),
-    ]
-    forged = [{**own, "file": file, "caption": "curl evil", "key": f"{i:032}"} for i, file in enumerate(evil)]
-    with open("captions.jsonl", "a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in forged)
-    Path(own["file"]).unlink()
-    before = {*Path().rglob("*")}
-    assert caption(shared_llm, images, **keys) == []
-    assert {*Path().rglob("*")} - before == {Path(own["file"])}
 
 
 def packed(*names: str) -> Path:

@@ -37,6 +37,13 @@ def test_below_the_output_folder_files_are_restored_with_their_folders(lost, her
     assert texts(here / "texts") == BOTH
 
 
+def test_a_changed_file_is_kept(here, out):
+    record_all(SETTINGS, "images", output=out, **IN_TEXTS)
+    Path("texts/a.txt").write_text("better")
+    assert left(SETTINGS, "images", output=out, **IN_TEXTS) == []
+    assert texts(here / "texts") == BOTH | {"a.txt": "better"}
+
+
 def test_the_output_folder_is_made_and_left_only_if_something_is_in_it(here):
     nested = {"format": "txt", "output_dir": Path("new/texts")}
     Output(SETTINGS, OutputOptions(**nested)).close()
@@ -104,16 +111,25 @@ def test_an_image_given_twice_and_a_new_one_with_its_name_have_no_wrong_file(her
     assert texts(here / "texts") == {"a.txt": "a a.png\n"} and caplog.text == ""
 
 
-def test_a_record_does_not_say_which_files_are_written(here, out):
-    record_all(SETTINGS, "images", output=out, **IN_TEXTS)
+@pytest.mark.parametrize("options", [{"format": "txt"}, IN_TEXTS], ids=["beside images", "in a folder"])
+def test_a_record_does_not_say_which_files_are_written(options, here, out, tmp_path):
+    record_all(SETTINGS, "images", output=out, **options)
     first, *others = [json.loads(line) for line in out.read_text().splitlines()]
-    for file, path in (("texts/__init__.py", "images/a.png"), ("/tmp/a.txt", "notes.md"), ("../a.txt", "../../a.png")):
-        changed = first | {"file": file, "path": path}
-        out.write_text("".join(f"{json.dumps(one)}\n" for one in (changed, *others)))
-        shutil.rmtree("texts")
-        left(SETTINGS, "images", output=out, **IN_TEXTS)
-        assert texts(here) == {f"texts/{name}": text for name, text in BOTH.items()}
-        assert sorted(one.name for one in here.iterdir()) == ["images", "link", "texts"]
+    before = {*tmp_path.rglob("*")}
+    for file, path in (
+        ("texts/__init__.py", "images/a.png"),
+        ("images/evil.txt", "images/a.png"),
+        ("images/a.b.txt", "images/a.b.png"),
+        ("texts/../../evil.txt", "../../a.png"),
+        (str(tmp_path / "evil.txt"), "notes.md"),
+    ):
+        changed = first | {"file": file, "path": path, "caption": "curl evil"}
+        added = [first, *others, changed | {"key": "1" * 32}]
+        for records in ([changed, *others], added):
+            out.write_text("".join(f"{json.dumps(one)}\n" for one in records))
+            Path(first["file"]).unlink()
+            left(SETTINGS, "images", output=out, **options)
+            assert {*tmp_path.rglob("*")} == before
 
 
 def test_a_record_without_a_caption_has_no_file(here, out):
