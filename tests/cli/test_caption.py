@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 import mmvllm
-from mmvllm import LLM, SamplingParams
 from mmvllm.captioning.outputs.record import COLUMNS
 from mmvllm.cli.main import main
 from tests.helpers.captioning.command import TINY
-from tests.helpers.engine.requests import ask
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -25,19 +23,14 @@ def records(path: Path) -> list[dict]:
 
 
 def test_a_folder_is_searched_and_every_image_gets_a_record(caption, images, tmp_path):
-    code, out, _ = caption(images, "--output", tmp_path / "out.jsonl")
+    code, out, _ = caption(images, "--prompt", "Count!", "--output", tmp_path / "out.jsonl")
     found = [str(images / name) for name in ("a.JPG", "b.png", "deep/a.bmp", "deep/er/c.webp", "with space.gif")]
     made = records(tmp_path / "out.jsonl")
     assert code == 0 and out == []
     assert sorted(record["path"] for record in made) == found
     assert all(list(record) == list(COLUMNS) for record in made)
     assert all(isinstance(record["caption"], str) and record["error"] is None for record in made)
-
-
-def test_captions_go_to_the_terminal_without_an_output_file(caption, images):
-    code, out, _ = caption(images / "b.png", "--progress", "none")
-    assert code == 0
-    assert "\n".join(out).startswith(f"{images / 'b.png'}: ")
+    assert {record["prompt"] for record in made} == {"Count!"}
 
 
 def test_a_file_that_is_given_twice_is_captioned_once(caption, images, tmp_path):
@@ -47,23 +40,6 @@ def test_a_file_that_is_given_twice_is_captioned_once(caption, images, tmp_path)
     assert sorted(record["path"] for record in made) == [str(images / name) for name in ("a.JPG", "with space.gif")]
 
 
-def test_captions_are_those_of_the_library(caption, images, tmp_path, checkpoint):
-    assert caption(images / "b.png", "--prompt", "Count!", "--output", tmp_path / "out.jsonl")[0] == 0
-    llm = LLM(checkpoint, device="cpu", num_kvcache_blocks=64, skip_warmup=True)
-    (answer,) = llm.generate_multimodal([ask(images / "b.png", "Count!")], SamplingParams(max_tokens=4))
-    (other,) = llm.generate_multimodal([ask(images / "b.png", "Describe this image.")], SamplingParams(max_tokens=4))
-    llm.exit()
-    assert records(tmp_path / "out.jsonl")[0]["caption"] == answer.text.strip() != other.text.strip()
-
-
-def test_a_missing_file_is_a_record_with_an_error(caption, images, tmp_path):
-    code, _, _ = caption("/absent.png", images / "a.JPG", "--output", tmp_path / "out.jsonl")
-    made = {record["path"]: record for record in records(tmp_path / "out.jsonl")}
-    assert code == 3
-    assert made["/absent.png"]["caption"] is None and made["/absent.png"]["error"] == "no such file"
-    assert made[str(images / "a.JPG")]["error"] is None
-
-
 def test_errors_go_to_stderr_and_captions_to_stdout(caption, images):
     code, out, err = caption("/absent.png", images / "a.JPG")
     assert code == 3
@@ -71,20 +47,20 @@ def test_errors_go_to_stderr_and_captions_to_stdout(caption, images):
     assert "absent" not in "\n".join(out) and "\n".join(out).startswith(f"{images / 'a.JPG'}: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--output", "x.jsonl"]])
-def test_no_paths_is_wrong_usage(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["caption", *arguments])
-    assert exit.value.code == 2
-    assert "the following arguments are required: PATH" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["describe"], ["caption", "x.png", "--max-tokens", "many"]])
-def test_wrong_arguments_are_wrong_usage(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["describe"], "there is no command 'describe'"),
+        (["caption", "--output", "x.jsonl"], "the following arguments are required: PATH"),
+        (["caption", "x.png", "--max-tokens", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_wrong_arguments_are_wrong_usage(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
-    assert exit.value.code == 2
-    assert "See mmvllm" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and message in err and "See mmvllm" in err
 
 
 def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
@@ -131,12 +107,6 @@ def test_an_error_of_the_operating_system_is_a_sentence(caption, images, monkeyp
     code, _, err = caption(images / "b.png")
     expected = "choose a place where files can be written, or mount it with write access"
     assert (code, err) == (2, f"mmvllm caption: /data/captions: Read-only file system; {expected}\n")
-
-
-def test_a_wrong_model_leaves_an_earlier_output_alone(caption, images, tmp_path):
-    (tmp_path / "out.jsonl").write_text("earlier\n")
-    assert caption(images / "b.png", "--output", tmp_path / "out.jsonl", "--model", "/no/such/model")[0] == 2
-    assert (tmp_path / "out.jsonl").read_text() == "earlier\n"
 
 
 def test_version(capsys):

@@ -87,7 +87,6 @@ def test_help_describes_every_option_and_names_options():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
         (["--attention-backend", "fast"], "invalid choice: 'fast'"),
         (["--gpu-memory-utilization", "half"], "invalid float value: 'half'"),
     ],

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -39,6 +41,7 @@ else:
     runpy.run_path(program, run_name="__main__")
 """
 END_SECONDS = FORCED_SECONDS + 3.5  # after a second signal, on a busy machine
+MMVLLM = sys.executable, "-m", "mmvllm"
 COMMANDS = {
     "caption": ["caption", "examples/images"],
     "serve": ["serve", "--port", "0"],
@@ -46,6 +49,16 @@ COMMANDS = {
     "bench": ["bench", "latency"],
     "info": ["info"],
 }
+
+
+@contextmanager
+def running(*command: str, **options) -> Iterator[subprocess.Popen]:
+    """A command, which is killed in the end."""
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def interrupted(program: str, moment: str, *args: str) -> subprocess.CompletedProcess:
@@ -122,21 +135,17 @@ if __name__ == "__main__":
 def test_a_second_signal_ends_the_program_and_its_processes_whatever_they_wait_for(number, how, tmp_path):
     env, script = os.environ | {"PYTHONPATH": str(ROOT)}, tmp_path / "script.py"
     script.write_text(WAITING)
-    command = [sys.executable, str(script), how]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            children = [*map(int, process.stdout.readline().split())]
-            for child in children:  # as those that wait for a lost device, they do not notice their parent's end
-                os.kill(child, signal.SIGSTOP)
+    with running(sys.executable, str(script), how, env=env, stderr=subprocess.PIPE) as process:
+        children = [*map(int, process.stdout.readline().split())]
+        for child in children:  # as those that wait for a lost device, they do not notice their parent's end
+            os.kill(child, signal.SIGSTOP)
+        process.send_signal(number)
+        assert how == "deferred" or "stopping" in process.stderr.readline()
+        process.send_signal(number)
+        while how == "deferred" and process.poll() is None:  # two that come at the same time are one
             process.send_signal(number)
-            assert how == "deferred" or "stopping" in process.stderr.readline()
-            process.send_signal(number)
-            while how == "deferred" and process.poll() is None:  # two that come at the same time are one
-                process.send_signal(number)
-                time.sleep(0.2)
-            assert process.wait(END_SECONDS) == 128 + number
-        finally:
-            process.kill()
+            time.sleep(0.2)
+        assert process.wait(END_SECONDS) == 128 + number
     wait_until_gone(children)
 
 
@@ -157,8 +166,7 @@ def test_the_first_process_ends_with_the_code_of_the_one_below_it(rest, code):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_process_hands_signals_on(number):
     rest = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(1234)"
-    command = [sys.executable, "-c", FIRST + rest]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with running(sys.executable, "-c", FIRST + rest) as process:
         below = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait(30) == 128 + number
@@ -185,30 +193,22 @@ def test_a_command_that_is_the_first_process_of_a_container_ends_while_it_loads(
     container = ["unshare", "--fork", "--pid", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*container, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make a PID namespace")
-    words = [*container, sys.executable, "-m", "mmvllm", *COMMANDS[command]]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as outside:
-        try:
-            wait_until(lambda: len(psutil.Process(outside.pid).children(recursive=True)) == 2, "started")
-            first, below = psutil.Process(outside.pid).children(recursive=True)
-            wait_until(lambda: loads_torch(below), "loading")
-            first.send_signal(number)
-            assert outside.wait(END_SECONDS) == 128 + number and outside.stdout.read() == ""
-        finally:
-            outside.kill()
+    with running(*container, *MMVLLM, *COMMANDS[command]) as outside:
+        wait_until(lambda: len(psutil.Process(outside.pid).children(recursive=True)) == 2, "started")
+        first, below = psutil.Process(outside.pid).children(recursive=True)
+        wait_until(lambda: loads_torch(below), "loading")
+        first.send_signal(number)
+        assert outside.wait(END_SECONDS) == 128 + number and outside.stdout.read() == ""
     wait_until_gone([first.pid, below.pid])
 
 
 @pytest.mark.spawns
 @pytest.mark.parametrize("command", ["serve", "caption"])
 def test_sigterm_ends_a_command_while_it_loads(command):
-    words = [sys.executable, "-m", "mmvllm", *COMMANDS[command]]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until(lambda: loads_torch(psutil.Process(process.pid)), "loading")
-            process.terminate()
-            assert process.wait(END_SECONDS) == -signal.SIGTERM and process.stdout.read() == ""
-        finally:
-            process.kill()
+    with running(*MMVLLM, *COMMANDS[command]) as process:
+        wait_until(lambda: loads_torch(psutil.Process(process.pid)), "loading")
+        process.terminate()
+        assert process.wait(END_SECONDS) == -signal.SIGTERM and process.stdout.read() == ""
 
 
 def loads_torch(process: psutil.Process) -> bool:
@@ -218,41 +218,33 @@ def loads_torch(process: psutil.Process) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--drain-timeout", "2"]])
 def test_two_signals_end_a_server_whose_rank_does_not_answer(options):
-    command = [sys.executable, "-m", "mmvllm", "serve", "--port", "0", "--device", "cpu", "--num-kvcache-blocks", "64"]
-    command += ["--tensor-parallel-size", "2", *options]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            url = process.stdout.readline().split()[-1]
-            (rank,) = spawned(process.pid)[:1]
-            rank.suspend()
-            body = {"model": "bundled", "prompt": "A star", "max_tokens": 500, "ignore_eos": True}
-            with pytest.raises(httpx.TimeoutException):
-                httpx.post(f"{url}/completions", json=body, timeout=1)
-            process.terminate()
-            assert any("interrupt again" in line for line in iter(process.stderr.readline, ""))
-            process.terminate()
-            process.wait(END_SECONDS)
-        finally:
-            process.kill()
+    options = ["--device", "cpu", "--num-kvcache-blocks", "64", "--tensor-parallel-size", "2", *options]
+    with running(*MMVLLM, *COMMANDS["serve"], *options, stderr=subprocess.PIPE) as process:
+        url = process.stdout.readline().split()[-1]
+        (rank,) = spawned(process.pid)[:1]
+        rank.suspend()
+        body = {"model": "bundled", "prompt": "A star", "max_tokens": 500, "ignore_eos": True}
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{url}/completions", json=body, timeout=1)
+        process.terminate()
+        assert any("interrupt again" in line for line in iter(process.stderr.readline, ""))
+        process.terminate()
+        process.wait(END_SECONDS)
     wait_until_gone([rank.pid])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_signals_end_a_page_whose_processes_do_not_answer(number):
-    command = [sys.executable, "-m", "mmvllm", "demo", "--port", "0", "--device", "cpu", "--data-parallel-size", "2"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert "(Ctrl-C ends it)" in process.stdout.readline()
-            processes = spawned(process.pid)
-            assert len(processes) > 2  # engines and decoders
-            for each in processes:
-                each.suspend()
-            begin = time.monotonic()
-            while process.poll() is None:  # two that come at the same time are one
-                process.send_signal(number)
-                time.sleep(0.2)
-            assert time.monotonic() - begin < END_SECONDS
-        finally:
-            process.kill()
+    with running(*MMVLLM, "demo", "--port", "0", "--device", "cpu", "--data-parallel-size", "2") as process:
+        assert "(Ctrl-C ends it)" in process.stdout.readline()
+        processes = spawned(process.pid)
+        assert len(processes) > 2  # engines and decoders
+        for each in processes:
+            each.suspend()
+        begin = time.monotonic()
+        while process.poll() is None:  # two that come at the same time are one
+            process.send_signal(number)
+            time.sleep(0.2)
+        assert time.monotonic() - begin < END_SECONDS
     wait_until_gone([each.pid for each in processes])

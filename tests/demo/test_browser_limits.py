@@ -7,7 +7,7 @@ import pytest
 
 from mmvllm.demo import uploads as uploads_module
 from tests.helpers.engine.requests import noise_image
-from tests.helpers.serving.browser import IMAGES, OTHER, SCENE, Tab, opened
+from tests.helpers.serving.browser import OTHER, SCENE, Tab, opened
 from tests.helpers.serving.pages import until
 
 pytest.importorskip("gradio")
@@ -34,17 +34,6 @@ def test_a_broken_file_gives_a_message_and_the_page_still_works(name, content, m
         tab.page.get_by_role("button", name="Remove video" if name.endswith("mp4") else "Remove picture").click()
         until(lambda: tab.page.locator("#cost").inner_text().startswith("Up to 3 pictures"))
         assert tab.answer_to("What is written?", SCENE) == '"4".'
-
-
-def test_too_many_images_are_refused_with_a_message(chromium, site):
-    with opened(chromium, site) as tab:
-        tab.add(*(IMAGES / f"scene-0{i}.png" for i in range(1, 5)))
-        until(lambda: "4 pictures; at most 3" in tab.page.locator("#cost").inner_text())
-        tab.ask("Describe this image.")
-        tab.page.locator(".toast-wrap").get_by_text("4 pictures; at most 3 go into one question").wait_for()
-        tab.page.locator("#box .delete-button").first.click()
-        tab.ask("Describe this image.")
-        assert tab.finished(1)
 
 
 def test_a_file_that_is_too_large_is_refused_with_a_message(chromium, site, tmp_path):

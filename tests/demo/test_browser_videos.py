@@ -32,7 +32,6 @@ def cost(tab) -> str:
 @pytest.mark.parametrize("kind, suffix", [("drop", "webm"), ("paste", "mp4")])
 def test_a_video_is_dropped_counted_played_and_asked_about_twice(kind, suffix, chromium, site, clips):
     with opened(chromium, site) as tab:
-        encoded = site.engine.stats().num_encoded_images
         tab.give(kind, "#chat", clips[suffix])
         until(lambda: f"clip.{suffix} lasts 3.0 s; the model sees 6 frames:" in cost(tab))
         assert cost(tab).endswith("105 video tokens") and tab.page.locator("#cost .strip img").count() == 6
@@ -46,15 +45,10 @@ def test_a_video_is_dropped_counted_played_and_asked_about_twice(kind, suffix, c
         video.evaluate("video => { video.loop = true; video.isTheSame = true; }")
         tab.page.get_by_label("play-pause-replay-button").click()
         until(lambda: video.evaluate("video => video.currentTime") > 0.2)
-        until(lambda: site.engine.stats().num_running == 0)
-        if kind == "drop":
-            assert site.engine.stats().num_encoded_images == encoded + 3  # temporal patches
-        encoded = site.engine.stats().num_encoded_images
 
         tab.ask("And what else?")
         tab.finished(2)
         assert int(re.search(r"(\d+) of \d+ prompt tokens cached", tab.notes()[1])[1]) > 105
-        assert site.engine.stats().num_encoded_images == encoded
         assert video.evaluate("video => video.isTheSame && !video.paused")  # the answer does not interrupt it
 
 

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -52,18 +54,8 @@ def visible_texts(config: dict) -> str:
         ("box", "submit", [{"text": "Hello", "files": []}, *CONTROLS[:6], "x", *CONTROLS[7:]], None),
         ("box", "submit", [], None),
         ("camera", "input", [{"path": None}, {"text": "", "files": []}], None),
-        *(
-            ("conversations", "restore", [], {"turns": turns, "final": True})
-            for turns in (
-                None,
-                5,
-                [5],
-                [{}],
-                [{"question": "q", "answer": 5, "note": "", "images": []}],
-                [{"question": "q", "answer": "a", "note": "", "images": [5]}],
-                [{"question": "q", "answer": "a", "note": "", "images": []}] * 501,
-            )
-        ),
+        ("conversations", "restore", [], None),
+        ("conversations", "restore", [], {"turns": [{}], "final": True}),
         *(
             ("chat", kind, [{"text": "", "files": []}, *CONTROLS] if kind != "undo" else [], about)
             for kind in ("retry", "edit", "undo", "example_select")
@@ -295,21 +287,33 @@ def test_only_the_routes_of_gradio_that_the_page_needs_are_served(site):
     assert (answer.status_code, answer.text) == (404, "There is nothing here")
 
 
+@contextmanager
+def command_with_a_page(folder: Path, *words: str, ends_with: str) -> Iterator[list[str]]:
+    """The words of the first line that `mmvllm` prints; SIGTERM ends it quietly, and it leaves no file."""
+    command = [sys.executable, "-m", "mmvllm", *words, "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env={**os.environ, "TMPDIR": str(folder)}) as process:
+        yield process.stdout.readline().split()
+        assert [*folder.glob("mmvllm-page-*")]
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    notice, _, said = said.partition("\n")
+    assert "bundled demonstration model" in notice
+    assert (process.returncode, said) == (0, ends_with)
+    assert [*folder.glob("mmvllm-page-*")] == []
+
+
 @pytest.mark.slow
 def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
     (tmp_path / "users").write_text("ann:secret\n")
-    command = [sys.executable, "-m", "mmvllm", "demo", "--device", "cpu", "--auth-file", str(tmp_path / "users")]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, env=environment) as process:
-        url = process.stdout.readline().split()[2]
+    with command_with_a_page(tmp_path, "demo", "--auth-file", str(tmp_path / "users"), ends_with="") as line:
+        url = line[2]
         assert url.startswith("http://127.0.0.1:")
         assert get(f"{url}config").status_code == 401
         assert get(f"{url}gradio_api/heartbeat/abc").status_code == 401
         with httpx.Client() as client:
             client.post(f"{url}login", data={"username": "ann", "password": "secret"}).raise_for_status()
             assert client.get(f"{url}config").json()["title"] == "mmvllm"
-        assert [*tmp_path.glob("mmvllm-page-*")]
         for start in (b"GET /?", b"GET / HTTP/1.1\r\nX: "):  # as the server's, the head of a request has a size
             with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as connection:
                 connection.sendall(start + b"a" * 100_000)
@@ -319,31 +323,14 @@ def test_the_command_requires_a_login_and_leaves_no_file(tmp_path):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + upgrade + b"Content-Length: 5\r\n\r\nabcde")
             connection.settimeout(20)
             assert connection.recv(100).startswith(b"HTTP/1.1 ")
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
-    notice, _, said = said.partition("\n")
-    assert "bundled demonstration model" in notice
-    assert (process.returncode, said) == (0, "")
-    assert [*tmp_path.glob("mmvllm-page-*")] == []
 
 
 @pytest.mark.network
 @pytest.mark.spawns
 def test_a_server_with_the_page_exits_quietly(tmp_path):
-    command = [sys.executable, "-m", "mmvllm", "serve", "--demo", "--device", "cpu", "--port", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
-        url = process.stdout.readline().split()[-1]
-        assert get(f"{url}config").json()["title"] == "mmvllm"
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
-    notice, _, said = said.partition("\n")
-    assert "bundled demonstration model" in notice
-    assert (process.returncode, said) == (
-        0,
-        "shutting down: finishing the requests in flight; interrupt again to abort them\n",
-    )
-    assert [*tmp_path.glob("mmvllm-page-*")] == []
+    told = "shutting down: finishing the requests in flight; interrupt again to abort them\n"
+    with command_with_a_page(tmp_path, "serve", "--demo", "--port", "0", ends_with=told) as line:
+        assert get(f"{line[-1]}config").json()["title"] == "mmvllm"
 
 
 @pytest.mark.parametrize(

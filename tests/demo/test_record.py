@@ -91,12 +91,22 @@ def test_a_kept_conversation_gives_access_to_no_other_file(path, handlers, tmp_p
 
 
 def test_a_record_of_a_wrong_shape_is_refused():
-    for value in (None, {}, [None], [{"question": "q"}], [{}] * 501):
+    turn = {"question": "q", "answer": "a", "note": "n", "images": ["a.png"] * 9}
+    few = turn | {"images": []}
+    wrong = (
+        None,
+        5,
+        {},
+        [None],
+        [{"question": "q"}],
+        [few | {"answer": 5}],
+        [few | {"images": [5]}],
+        [few] * (MAX_TURNS + 1),
+    )
+    for value in (*wrong, [turn]):
         with pytest.raises(ValueError, match="reload it"):
             read_turns(value, max_files=8)
-    turn = {"question": "q", "answer": "a", "note": "n", "images": ["a.png"] * 9}
-    with pytest.raises(ValueError, match="reload it"):
-        read_turns([turn], max_files=8)
+    assert len(read_turns([few] * MAX_TURNS, max_files=8)) == MAX_TURNS
     assert len(read_turns([turn], max_files=9)) == 1
     (read,) = read_turns([turn | {"note": "n" * (MAX_NOTE + 1)}], max_files=9)
     assert read.note == "n" * MAX_NOTE

@@ -14,15 +14,9 @@ def seconds(*gaps: tuple[int, float]) -> array:
     return array("d", 1.8e9 + np.cumsum(np.concatenate([np.full(*gap) for gap in gaps])))
 
 
-def test_a_constant_rate_gives_a_constant_curve():
-    for per_second in (0.1, 3, 70):
-        curve = measure_throughput(seconds((5000, 1 / per_second)))
-        assert len(curve.rates) == 120
-        assert np.allclose(curve.rates, per_second, rtol=1e-3)
-
-
 def test_the_curve_follows_the_rate():
     curve = measure_throughput(seconds((1001, 0.1), (1000, 0.4)))
+    assert len(curve.rates) == 120
     assert curve.rates[:20] == pytest.approx(10, rel=1e-3) and curve.rates[30:] == pytest.approx(2.5, rel=1e-3)
     assert curve.bin_s * len(curve.rates) == pytest.approx(500, rel=1e-3)
 

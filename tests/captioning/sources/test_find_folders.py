@@ -68,15 +68,6 @@ def test_relative_paths_in_several_folders_are_distinct(tmp_path, monkeypatch):
     assert [item.path for item in find_items(["."])] == ["./a.png"]
 
 
-def test_a_folder_that_is_given_twice_is_walked_twice(tmp_path):
-    put(tmp_path, "x/a.png")
-    assert relatives(tmp_path / "x", tmp_path / "x") == ["x/a.png", "x/a.png"]
-
-
-def test_a_folder_without_images_gives_nothing(tmp_path):
-    assert relatives(put(tmp_path, "notes.txt", "deep/er/README")) == []
-
-
 def test_a_folder_that_cannot_be_listed_is_an_error_and_the_walk_continues(tmp_path, monkeypatch):
     put(tmp_path, "a.png", "closed/b.png", "open/c.png")
     scandir = os.scandir

@@ -6,7 +6,6 @@ import pytest
 
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.items import Item
-from mmvllm.captioning.sources.tars import TarMember
 from tests.helpers.captioning.finding import put, relatives
 
 
@@ -110,9 +109,3 @@ def test_a_missing_path_is_refused_before_the_search(path, tmp_path, monkeypatch
 def test_files_keep_their_order_and_may_have_any_suffix(tmp_path):
     put(tmp_path, "b.png", "a.bin")
     assert relatives(tmp_path / "b.png", tmp_path / "a.bin", tmp_path / "b.png") == ["b.png", "a.bin", "b.png"]
-
-
-def test_an_item_reads_its_path_or_tar_member(tmp_path):
-    (tmp_path / "s.tar").write_bytes(b"..content")
-    assert Item("x", "x", "a.png").read() == "a.png"
-    assert Item("x", "x", TarMember(str(tmp_path / "s.tar"), 2, 7)).read() == b"content"

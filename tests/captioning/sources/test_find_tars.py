@@ -17,9 +17,7 @@ from mmvllm.captioning.sources import tars
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.captioning.sources.names import MAX_PATH
 from mmvllm.captioning.sources.tars import EXTENDED, MAX_EXTENDED, MAX_VALUES, tar_members
-from mmvllm.processors.images.load import load_image
 from tests.helpers.captioning.finding import errors, make_tar, put, relatives
-from tests.helpers.engine.requests import noise_image
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
@@ -42,13 +40,6 @@ def test_a_tar_gives_its_images(format, tmp_path):
     assert [item.relative for item in found] == [f"shard-01/{name.removeprefix('./')}" for name in names]
     assert [item.read() for item in found] == [members[name] for name in names]
     assert dict(tar_members(tar)) == {item.path.removeprefix(f"{tar}/"): item.source for item in found}
-
-
-def test_an_image_in_a_tar_loads(tmp_path):
-    buffer = io.BytesIO()
-    noise_image(60, 64).save(buffer, "PNG")
-    (item,) = find_items([make_tar(tmp_path / "s.tar", {"a.png": buffer.getvalue()})])
-    assert load_image(item.read()).size == (60, 64)
 
 
 def test_folders_and_devices_in_a_tar_are_skipped(tmp_path):
