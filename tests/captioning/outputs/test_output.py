@@ -142,21 +142,17 @@ def test_groups_of_rows_have_a_limited_size(tmp_path, monkeypatch):
     assert [len(text) for text in file.read()["caption"].to_pylist()] == [1, 999, 5, 2000]
 
 
-def test_txt_files_are_the_captions(caption, folder, tmp_path):
-    made = caption(folder, output=tmp_path / "out.jsonl", format="txt", keep_line_breaks=True, **AROUND)
+@pytest.mark.parametrize("format, suffix", [("txt", ".txt"), ("webdataset-json", ".json")])
+def test_caption_files_are_captions_or_records(format, suffix, caption, folder, tmp_path):
+    made = caption(folder, output=tmp_path / "out.jsonl", format=format, keep_line_breaks=True, **AROUND)
     good = [record for record in made if record["error"] is None]
     assert len(good) == len(NAMES) + 1, [record["error"] for record in made]
     for record in good:
-        path = Path(record["path"]).with_suffix(".txt")
-        assert record["file"] == str(path) and path.read_bytes().decode() == record["caption"] + "\n"
-    assert len(list(folder.glob("*.txt"))) == len(good)
-
-
-def test_json_files_are_the_records(caption, folder, tmp_path):
-    made = caption(folder, output=tmp_path / "out.jsonl", format="webdataset-json", **AROUND)
-    good = [record for record in made if record["error"] is None]
-    assert len(good) == len(NAMES) + 1, [record["error"] for record in made]
-    assert [json.loads(Path(record["path"]).with_suffix(".json").read_bytes()) for record in good] == good
+        path = Path(record["path"]).with_suffix(suffix)
+        text = path.read_bytes().decode()
+        assert record["file"] == str(path)
+        assert text == record["caption"] + "\n" if format == "txt" else json.loads(text) == record
+    assert len(list(folder.glob(f"*{suffix}"))) == len(good)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
