@@ -76,6 +76,7 @@ def test_a_folder_without_images_is_wrong_usage(caption, tmp_path):
         (["--model", "/no/such/model"], "model '/no/such/model' is neither a local folder nor a hub id"),
         (["--model", str(ROOT)], "not a checkpoint folder, it has no config.json"),
         (["--max-tokens", "0"], "--max-tokens must be an integer of at least 1, -1 or None, got 0"),
+        (["--output", "/no/such/folder/out.jsonl"], "there is no folder /no/such/folder; make it first"),
         (["--output", "{images}"], "--output {images} is a folder; name a file"),
         (["--output", "{images}/captions.json"], "name it captions.jsonl, or choose a --format"),
     ],

@@ -44,9 +44,13 @@ def test_a_changed_file_is_kept(here, out):
     assert texts(here / "texts") == BOTH | {"a.txt": "better"}
 
 
-def test_the_output_folder_is_made_and_left_only_if_something_is_in_it(here):
+def test_the_output_folder_is_made_and_left_only_if_something_is_in_it(here, out):
     nested = {"format": "txt", "output_dir": Path("new/texts")}
     Output(SETTINGS, OutputOptions(**nested)).close()
+    assert not Path("new/texts").exists()
+    out.write_text("mine")
+    with pytest.raises(ValueError, match="exists and was not made by mmvllm"):
+        Output(SETTINGS, OutputOptions(output=out, **nested))
     assert not Path("new/texts").exists()
     record_all(SETTINGS, "images", output=None, **nested)
     assert texts(here / "new/texts") == BOTH and Path("new/texts/captions.jsonl").exists()
