@@ -24,6 +24,7 @@ from mmvllm.cli.main import main
 pytest.importorskip("gradio")
 
 from mmvllm.demo import page as page_module
+from mmvllm.demo import route_filter as route_filter_module
 from mmvllm.demo import session as session_module
 from mmvllm.demo import unread as unread_module
 from mmvllm.demo.route_filter import MAX_UNREAD
@@ -249,9 +250,11 @@ def test_no_words_of_the_page_name_command_line_options(site):
     assert re.findall(r"(?<![\w-])--[a-z]{2}[a-z-]+\b(?!:|\)|,)", visible_texts(get(f"{site.url}config").json())) == []
 
 
-def test_the_page_keeps_no_names_of_files_and_no_times_of_events(site):
+def test_the_page_keeps_no_names_of_files_and_no_times_of_events(site, monkeypatch):
+    monkeypatch.setattr(route_filter_module, "FORGET_SECONDS", 0.0)
     page, image = site.page, ("a.png", encode(noise_image(60, 60)))
-    (path,) = post(f"{site.url}gradio_api/upload", files={"files": image}).json()
+    (path,) = post(f"{site.url}gradio_api/upload?upload_id=known", files={"files": image}).json()
+    until(lambda: "known" not in page_module.file_upload_statuses._statuses, 20)
     asked = {"text": "What?", "files": [{"path": path, "meta": META}]}
     for _ in range(2):
         end, _ = event(site, "box", "submit", [asked, *CONTROLS], "history")

@@ -41,7 +41,7 @@ def messages(route_filter: DemoRouteFilter, path: str, method="POST", receive=No
     if path == UPLOAD:
         headers = {"content_type": FORM} | headers
     sent, scope = Sent(), scope_of(path, method, b"page=/&deep_link=%ff", page, **headers)
-    asyncio.run(route_filter(scope, receive or client(leaves_after=0), sent))
+    asyncio.run(asyncio.wait_for(route_filter(scope, receive or client(leaves_after=0), sent), 20))
     return sent
 
 

@@ -161,7 +161,8 @@ def test_a_line_without_end_is_an_error_and_takes_no_memory(name, end, tmp_path,
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (second.path, second.error) == (f"{path}:2", "has more than 1 MiB") and most < 8 << 20
-    assert len(rest) == (1 if end else 0) and first.source is None if name == "list.jsonl" else first.error is None
+    assert len(rest) == (1 if end else 0)
+    assert first.source is None if name == "list.jsonl" else first.error is None
 
 
 def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
