@@ -3,7 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from functools import cache, partial
 
 from PIL import Image, UnidentifiedImageError
@@ -13,6 +13,7 @@ from mmvllm.processors.images.draft import Draft, with_source_size
 from mmvllm.processors.images.pixels import orientation_of, upright_rgb
 from mmvllm.processors.images.png import PNG_MAGIC, essential_chunks
 from mmvllm.processors.images.scan import (
+    JPEG_XL_MAGIC,
     RefusedImage,
     check_opened,
     embedded_size,
@@ -70,14 +71,16 @@ def readable_formats(names: Collection[str] | None = None) -> list[str]:
 
 @cache
 def _formats() -> list[str]:
-    """Return all formats that Pillow reads, with HEIF if installed, and without EPS, which would run Ghostscript."""
+    """Return all formats that Pillow reads, with HEIF and JPEG XL if installed, without EPS, which runs Ghostscript."""
     Image.init()
-    try:
+    with suppress(ImportError):
         from pillow_heif import register_heif_opener
-    except ImportError:
-        pass
-    else:
+
         register_heif_opener()
+    with suppress(ImportError):
+        from pillow_jxl import JpegXLImagePlugin
+
+        JpegXLImagePlugin.DECODE_THREADS = 0  # images are decoded side by side
     return [name for name in Image.OPEN if name != "EPS"]
 
 
@@ -121,6 +124,8 @@ def _decode_bytes(
     with closing(Image.open(io.BytesIO(data), formats=formats)) as image:
         _check_size(image.size, max_pixels)
         check_opened(image)
+        if image.format == "JXL" and not image.jpeg:  # turned upright by its header, so that EXIF must be ignored
+            image.info.pop("exif", None)
         read_in_few_pieces(image, len(data))
         size, num_encoded_pixels = image.size, _area(image.size)
         if draft is not None:
@@ -186,12 +191,19 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 def _unidentified(source: Image.Image | bytes, formats: Collection[str] | None) -> str:
     is_heif = isinstance(source, bytes) and source[4:8] == b"ftyp" and source[8:12] in _HEIF_BRANDS
-    if is_heif and "HEIF" not in _formats() and (formats is None or "HEIF" in formats):
+    if is_heif and _lacks("HEIF", formats):
         return "is HEIC/HEIF; pip install 'mmvllm[heif]'"
+    if isinstance(source, bytes) and source.startswith(JPEG_XL_MAGIC) and _lacks("JXL", formats):
+        return "is JPEG XL; pip install 'mmvllm[jxl]'"
     known = "an image that Pillow can read" if formats is None else _one_of(formats)
     if isinstance(source, bytes) and _VIDEO.match(source) and not is_heif:
         return f"not {known}, but a video; give it as one"
     return f"not {known}"
+
+
+def _lacks(format: str, formats: Collection[str] | None) -> bool:
+    """Return whether an accepted format needs a package that is not installed."""
+    return format not in _formats() and (formats is None or format in formats)
 
 
 def _one_of(formats: Collection[str]) -> str:

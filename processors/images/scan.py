@@ -47,6 +47,7 @@ _TIFF_OFFSETS = (273, 324)  # tags of strip and tile offsets, which may have any
 _FAX = ("group3", "group4", "tiff_ccitt", "tiff_raw_16")  # Pillow's names of compressions
 _RUN_LENGTHS = (1, 2)  # compressions of bitmaps
 _JPEG_2000 = (b"\xff\x4f\xff\x51", b"\0\0\0\x0cjP  \r\n\x87\n")
+JPEG_XL_MAGIC = (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n")
 _PNM = re.compile(rb"P[0-6fy]")  # including types that only Pillow knows
 # Bits, and numbers that need no scaling: Pillow reads other numbers, and comments, in Python.
 _FAST_PNM = re.compile(rb"P4\s\d+\s\d+\s|P[56]\s\d+\s\d+\s255\s|P5\s\d+\s\d+\s65535\s")
@@ -70,13 +71,18 @@ def scan(data: bytes) -> None:
 def needs_limits(data: bytes) -> bool:
     """Return whether an image must be decoded in a process with limits: its pixels bound neither memory nor time.
 
-    This applies to JPEG 2000 with many tiles, TIFF whose tiles are larger than the image or whose strips all refer to
-    the same bytes, HEIF and AVIF whose frames are larger than declared or whose metadata is copied on opening, lossless
-    WebP, which may have large Huffman tables for every block, bitmaps with jumps in their run lengths, and formats that
-    Pillow decodes in Python: QOI, and PNM with text or unusual levels.
+    This applies to JPEG XL, which is decoded to find its size, JPEG 2000 with many tiles, TIFF whose tiles are larger
+    than the image or whose strips all refer to the same bytes, HEIF and AVIF whose frames are larger than declared or
+    whose metadata is copied on opening, lossless WebP, which may have large Huffman tables for every block, bitmaps
+    with jumps in their run lengths, and formats that Pillow decodes in Python: QOI, and PNM with text or unusual
+    levels.
     """
     is_slow = data.startswith(b"qoif") or (_PNM.match(data) is not None and _FAST_PNM.match(data) is None)
-    is_large = data.startswith((*TIFF_MAGIC, *_JPEG_2000)) or data[4:8] == b"ftyp" or _is_run_length_bitmap(data)
+    is_large = (
+        data.startswith((*TIFF_MAGIC, *_JPEG_2000, *JPEG_XL_MAGIC))
+        or data[4:8] == b"ftyp"
+        or _is_run_length_bitmap(data)
+    )
     return is_slow or is_large or _is_lossless_webp(data)
 
 

@@ -4,12 +4,14 @@ import os
 import re
 from pathlib import PurePath
 
-# Common image formats that Pillow reads. AVIF needs Pillow 11.3; HEIC and HEIF need the extra `heif`, which the error
-# of such an image names if it is missing.
-_FORMATS = "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
+# Common image formats that Pillow reads. AVIF needs Pillow 11.3; HEIC, HEIF and JPEG XL need the extras `heif` and
+# `jxl`, which the error of such an image names if they are missing.
+_FORMATS = (
+    "apng avif bmp dib gif heic heif hif j2k jfif jp2 jpe jpeg jpg jxl mpo pbm pgm png pnm ppm qoi tga tif tiff webp"
+)
 SUFFIXES = frozenset(f".{name}" for name in _FORMATS.split())
 # Pillow's names of these formats.
-FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "JXL", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
 VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
 ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # may have several frames
