@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mmvllm.cli.checks import check
-from mmvllm.cli.common import add_model_argument, at_least_one, option_name, whole_number
+from mmvllm.cli.common import add_model_argument, at_least_one, option_name, output_file, whole_number
 from mmvllm.cli.options import add_options
 from mmvllm.config import EngineConfig
 
@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for add in (_add_throughput, _add_latency, _add_preprocess, _add_kernels, _add_host):
         benchmark = add(benchmarks)
         benchmark.epilog = EPILOG
-        benchmark.add_argument("--output", type=Path, metavar="FILE", help="also append the JSON line to this file")
+        benchmark.add_argument(
+            "--output", type=output_file, metavar="FILE", help="also append the JSON line to this file"
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +59,7 @@ def _add_throughput(benchmarks) -> argparse.ArgumentParser:
     )
     _add_workload_arguments(parser)
     parser.add_argument("--text-share", type=share, default=0.0, metavar="SHARE", help="share of text-only requests")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the last repeat, step by step")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="plot the last repeat, step by step")
     return parser
 
 
@@ -179,7 +181,10 @@ def _add_host(benchmarks) -> argparse.ArgumentParser:
         help="run the sampler's kernels on a CPU, too; by default they are replaced there, like the model",
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="profile the decode steps: a table in FILE.txt, or a pstats file"
+        "--profile",
+        type=output_file,
+        metavar="FILE",
+        help="profile the decode steps: a table in FILE.txt, or a pstats file",
     )
     return parser
 

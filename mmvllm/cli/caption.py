@@ -23,7 +23,7 @@ from mmvllm.captioning.settings import ENGINE_SETTINGS, CaptionSettings
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.cli.caption_output import Printer, as_lines, own_stdout, summarize
 from mmvllm.cli.checks import check, print_bundled_notice, read_file
-from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one
+from mmvllm.cli.common import add_model_argument, add_template_argument, at_least_one, option_name, output_file
 from mmvllm.cli.options import add_options, given_options, listed_options
 from mmvllm.cli.progress import MODES, Display
 from mmvllm.config import EngineConfig
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--report",
-        type=Path,
+        type=output_file,
         metavar="FILE.html",
         help="write an HTML page with captions and thumbnails; needs --output",
     )
@@ -136,6 +136,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_standard_input(args)
     args.schema = _schema(args)
     settings = _prompts(args) | given_options(args, CaptionSettings, exclude=("model", "prompt", "prompts"))
     outputs, options = given_options(args, OutputOptions), given_options(args, RunOptions)
@@ -195,6 +196,14 @@ def _check(args: argparse.Namespace, settings: CaptionSettings, outputs: OutputO
         check_place(args.report)
         if args.output is None and args.format not in FILE_FORMATS:
             raise ValueError("--report shows the records; give --output too")
+
+
+def _check_standard_input(args: argparse.Namespace) -> None:
+    files = {"PATH": "-" in args.paths} | {
+        option_name(name): getattr(args, name) == Path("-") for name in ("prompt_file", "prompts", "schema")
+    }
+    if len(readers := [name for name, is_stdin in files.items() if is_stdin]) > 1:
+        raise ValueError(f"{' and '.join(readers)} are -, but only one of them can read standard input; name files")
 
 
 def _endpoint_options(args: argparse.Namespace, options: dict[str, Any]) -> EndpointOptions | None:

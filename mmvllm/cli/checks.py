@@ -7,7 +7,7 @@ from pathlib import Path
 from mmvllm.captioning.errors import explained
 from mmvllm.cli.options import given_options
 from mmvllm.config import EngineConfig
-from mmvllm.utils.text import read_text
+from mmvllm.utils.text import decode_text, read_text
 
 BUNDLED_NOTICE = (
     "without --model this is the bundled demonstration model, with 3.1 million parameters. It was trained on synthetic "
@@ -34,9 +34,9 @@ def print_bundled_notice(args: argparse.Namespace) -> None:
 
 
 def read_file(option: str, path: Path) -> str:
-    """Return the text of an option's file; raises ValueError, which names both."""
+    """Return the text of an option's file, or of standard input for "-"; raises ValueError, which names both."""
     try:
-        return read_text(path)
+        return decode_text(sys.stdin.buffer.read()) if path == Path("-") else read_text(path)
     except (OSError, ValueError) as error:
         reason = explained(error) if isinstance(error, OSError) else error
         raise ValueError(f"{option} {path} cannot be read: {reason}") from None

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mmvllm.errors import RequestError
@@ -34,6 +35,13 @@ def context_length(text: str) -> int | None:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096, 4k (4,000) or 4K (4,096)")
     return int(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
+
+
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write, as an argparse type."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("must be a file, got -, which means standard output elsewhere")
+    return Path(text)
 
 
 def seconds(text: str) -> float:

@@ -24,6 +24,7 @@ class OutputOptions:
         caption_extension: suffix of the caption files of txt, such as .caption; by default .txt.
         keep_line_breaks: write captions of several lines to txt files as they are; by default, spaces replace the line
             breaks, because training tools take each line for a caption.
+        byte_order_mark: begin a csv table with a byte order mark, without which Excel garbles letters outside ASCII.
         overwrite: replace the output and existing caption files.
         append_anyway: append to an output that was written with other settings.
         skip_existing: skip images whose caption file exists.
@@ -35,6 +36,7 @@ class OutputOptions:
     output_dir: str | PathLike | None = field(default=None, metadata={"metavar": "DIR"})
     caption_extension: str | None = field(default=None, metadata={"metavar": "SUFFIX"})
     keep_line_breaks: bool = False
+    byte_order_mark: bool = False
     overwrite: bool = False
     append_anyway: bool = False
     skip_existing: bool = False

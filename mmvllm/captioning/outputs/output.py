@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
@@ -15,7 +16,7 @@ from mmvllm.captioning.outputs.index import Index
 from mmvllm.captioning.outputs.journal import Journal
 from mmvllm.captioning.outputs.options import FORMATS, RECORD_FORMATS, OutputOptions
 from mmvllm.captioning.outputs.restorer import Restorer
-from mmvllm.captioning.outputs.tables import TABLES
+from mmvllm.captioning.outputs.tables import TABLES, write_csv
 from mmvllm.captioning.settings import CaptionSettings
 from mmvllm.captioning.sources.context import check_suffix
 from mmvllm.captioning.sources.items import Item
@@ -76,7 +77,7 @@ class Output:
     def __init__(self, settings: CaptionSettings, options: OutputOptions):
         self._settings = settings
         self.path, self.format = options.path, check_output(settings, options)
-        self.files = None
+        self.files, self._is_marked = None, options.byte_order_mark
         self._unwritten: list[dict] = []  # records whose caption files are not written yet
         if self.format in FILE_FORMATS:
             self.files = CaptionFiles(
@@ -164,7 +165,8 @@ class Output:
         if self.format in TABLES and self.journal.has_records:  # otherwise the journal is deleted
             try:
                 columns = self.journal.caption_columns(), object_columns(self._settings.schema)
-                TABLES[self.format](self.path, self.journal.records(), *columns)
+                write = partial(write_csv, mark=True) if self._is_marked else TABLES[self.format]
+                write(self.path, self.journal.records(), *columns)
             except OSError as error:
                 hint = f"; all records are in {self.journal.path}"
                 raise JobError.cannot_write(self.path, error, hint) from error
@@ -221,6 +223,13 @@ def _format_of(path: Path | None) -> str:
 
 def _check(options: OutputOptions, format: str) -> None:
     path, output_dir = options.path, options.folder
+    if path == Path("-"):
+        raise ArgumentError(
+            "{output} must be a file, from which a run can be resumed, got -; without {output}, captions are printed, "
+            "and records with the {format} jsonl"
+        )
+    if options.byte_order_mark and format != "csv":
+        raise ArgumentError("{byte_order_mark} needs the format csv, got {value}", value=format)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if path is not None and not (os.path.isdir(path.parent) or path.parent == output_dir):

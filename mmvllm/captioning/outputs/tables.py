@@ -14,9 +14,15 @@ from mmvllm.captioning.outputs.record import COLUMNS
 ROWS_PER_GROUP, CHARACTERS_PER_GROUP = 8192, 2**26
 
 
-def write_csv(path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any]) -> None:
-    """Write a UTF-8 file with a header, a row per record and lists as JSON; the file is replaced atomically."""
+def write_csv(
+    path: Path, records: Iterable[dict], of_captions: Sequence[str], of_objects: dict[str, Any], mark: bool = False
+) -> None:
+    """Write a UTF-8 file with a header, a row per record and lists as JSON; the file is replaced atomically.
+
+    With `mark` it begins with a byte order mark.
+    """
     with replacing(path, newline="", synced=True) as file:
+        file.write("\ufeff" * mark)
         names = [*COLUMNS, *of_captions, *of_objects]
         table = csv.DictWriter(file, names, extrasaction="ignore")  # edited records have one more field
         table.writeheader()

@@ -5,6 +5,7 @@ No image is read here, and no folder or list is held in memory, so a run over mi
 
 import os
 from collections.abc import Iterator, Sequence
+from os.path import splitext
 from pathlib import PurePath
 
 from mmvllm.captioning.sources import lists
@@ -16,6 +17,7 @@ from mmvllm.captioning.sources.names import (
     folder_name,
     is_media_name,
     is_video_name,
+    kind_of_file,
     relative_of_url,
     relative_path,
 )
@@ -27,7 +29,8 @@ def find_items(paths: Sequence[str | os.PathLike], ignored: Counts | None = None
     """Find the images and videos in folders, glob patterns, tar shards, lists ("-" is standard input), URLs and files.
 
     Folders are walked depth first and sorted, in chunks of `CHUNK` entries. A folder, tar or list line that cannot be
-    read yields an item with an error. Other files in folders and tars, and hidden ones, are counted in `ignored`.
+    read yields an item with an error. Other files in folders and tars, and hidden ones, are counted in `ignored`; so
+    are texts that are given together with an image of the same name, as by `photos/*`: they are captions, not lists.
 
     Raises ValueError, before the search, for a list that cannot be read and for a path that does not exist.
     """
@@ -59,9 +62,12 @@ def _kind(path: str) -> str:
 
 def _find(paths: list[str], ignored: Counts) -> Iterator[Item]:
     followed: set[tuple] = set()
+    stems = {splitext(path)[0] for path in paths if is_media_name(path)}
     for path in paths:
-        kind = _kind(path)
-        if kind == "folder":
+        kind, (stem, suffix) = _kind(path), splitext(path)
+        if suffix.lower() == ".txt" and stem in stems:
+            ignored.add(kind_of_file(path))
+        elif kind == "folder":
             name = folder_name(path) if len(paths) > 1 else ""
             yield from Walk(path, name, EVERYTHING, followed, ignored).items()
         elif kind == "pattern":

@@ -29,6 +29,15 @@ _TYPES = {
 }
 
 
+# Keys that name the file in common lists of images: data sets of the hub, of trainers and of annotation tools, and
+# mmvllm's own records. A file is a video if its name is that of one.
+_FILE_KEYS = (
+    *("path", "file_name", "filename", "file_path", "filepath", "file", "image_path", "img_path", "image_file", "img"),
+    *("image_url", "url", "video_path", "video_file", "video_url", "images", "videos"),
+)
+_OWN = {"path", "settings", "key", "digest"}  # keys of mmvllm's records
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     text: bytes
@@ -109,6 +118,7 @@ def _json_item(line: _Line) -> Item:
         return _failed(line, f"is not valid JSON ({getattr(error, 'msg', error)})")
     if not isinstance(record, dict):
         return _failed(line, 'is not an object; write {"image": PATH}')
+    record = _with_known_keys(record)
     id = str(record["id"])[: MAX_LENGTHS["id"]] if _has_type(record.get("id"), (str, int)) else None
     if (problem := _problem(record)) is not None:
         return _failed(line, problem, id)
@@ -121,10 +131,22 @@ def _json_item(line: _Line) -> Item:
     return dataclasses.replace(_listed(record["video"], line, *own), **clip)
 
 
+def _with_known_keys(record: dict) -> dict:
+    """Return an entry of a list without nulls, with its file as "image" or "video"; of mmvllm's records, no more."""
+    names = ("path", "id", "start", "end") if record.keys() >= _OWN else record
+    record = {name: value for name in names if (value := record.get(name)) is not None}
+    if {"image", "video"} & record.keys():
+        return record
+    file = next((record[key] for key in _FILE_KEYS if key in record), None)
+    if isinstance(file, list) and len(file) == 1:
+        file = file[0]
+    if file is None:
+        return record
+    return record | {"video" if isinstance(file, str) and is_video_name(file) else "image": file}
+
+
 def _problem(record: dict) -> str | None:
-    """Return what is wrong with an entry of a list, or None; removes keys whose value is null."""
-    for key in [key for key, value in record.items() if value is None]:
-        del record[key]
+    """Return what is wrong with an entry of a list, or None."""
     if "image" in record and "video" in record:
         return 'has both "image" and "video"; give one of them'
     if record.get("image", record.get("video", "")) == "":

@@ -15,9 +15,19 @@ FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "JXL", "PNG"
 _VIDEO_FORMATS = "3gp avi flv m2ts m4v mkv mov mp4 mpeg mpg ogv webm wmv"
 VIDEO_SUFFIXES = frozenset(f".{name}" for name in _VIDEO_FORMATS.split())
 ANIMATION_SUFFIXES = frozenset((".apng", ".avif", ".gif", ".tif", ".tiff", ".webp"))  # may have several frames
+# Folders that NAS systems, Windows, macOS and Linux make for thumbnails, deleted files, snapshots and metadata.
+_SYSTEM_FOLDERS = (
+    *("@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "~snapshot", "network trash folder"),
+    *("$recycle.bin", "system volume information", "__macosx", "lost+found"),
+)
 MAX_PATH = 4096  # characters; a longer text is not a path on any system
 _SHORT_SUFFIX = re.compile(r"\.\w{1,10}")
 URL = re.compile(r"https?://(?:[^/?#]*@)?(\[[^]/?#]*\]|[^/?#:]*)[^/?#]*([^?#]*)", re.IGNORECASE)  # host, path
+
+
+def is_hidden_name(name: str) -> bool:
+    """Return whether a file or folder is not the user's own: its name has a dot before it, or a system made it."""
+    return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SYSTEM_FOLDERS
 
 
 def is_media_name(name: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from mmvllm.captioning.sources.names import MAX_PATH, is_media_name, is_video_name
+from mmvllm.captioning.sources.names import MAX_PATH, is_hidden_name, is_media_name, is_video_name
 from mmvllm.processors.images.load import MAX_FILE_BYTES
 
 PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|lzma|z)|tgz|tbz2?|txz|tzst)\Z", re.IGNORECASE)
@@ -171,4 +171,4 @@ def _open_regular(path: str) -> BinaryIO:
 
 def is_hidden(member: str) -> bool:
     """Return whether the member or a folder above it is hidden; './' and '../' are not."""
-    return any(name.startswith(".") and name not in (".", "..") for name in member.split("/"))
+    return any(map(is_hidden_name, member.split("/")))

@@ -12,7 +12,14 @@ from pathlib import Path, PurePath
 
 from mmvllm.captioning.sources.counts import Counts
 from mmvllm.captioning.sources.items import Item
-from mmvllm.captioning.sources.names import folder_name, is_media_name, is_video_name, kind_of_file, relative_path
+from mmvllm.captioning.sources.names import (
+    folder_name,
+    is_hidden_name,
+    is_media_name,
+    is_video_name,
+    kind_of_file,
+    relative_path,
+)
 from mmvllm.captioning.sources.tars import is_hidden, tar_members
 
 CHUNK = 4096  # folder entries that are sorted together
@@ -147,13 +154,16 @@ def match_pattern(path: str, followed: set[tuple], ignored: Counts) -> Iterator[
 
 
 def _advance(pattern: Pattern, name: str) -> Pattern:
-    """Return the pattern for entries below `name`; only a pattern that begins with a dot matches a hidden name."""
-    is_hidden = name.startswith(".")
+    """Return the pattern for entries below `name`.
+
+    Only a pattern that begins with a dot matches a name with a dot, and only its own name a folder of a system.
+    """
+    is_hidden = is_hidden_name(name)
     after = set()
     for rest in pattern:
         if not rest or rest[0] == "**":
             after |= set() if is_hidden else {rest}
-        elif fnmatch(name, rest[0]) and (not is_hidden or rest[0].startswith(".")):
+        elif fnmatch(name, rest[0]) and (not is_hidden or rest[0].startswith(".") or rest[0] == name):
             after.add(rest[1:])
     return _with_skipped(after)
 

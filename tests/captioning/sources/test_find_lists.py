@@ -195,7 +195,7 @@ def test_a_jsonl_list_may_have_prompts_contexts_and_ids(tmp_path):
         ('{"image": "a.png", "id": ' + "9" * 10_000 + "}", "is not valid JSON (Exceeds the limit"),
         ('{"image": "data:image/png;base64,\\u00e9"}', "is a data URI with characters that are not ASCII"),
         ("7", 'is not an object; write {"image": PATH}'),
-        ('{"path": "a.png"}', 'has no "image" or "video"; give a path, a URL or a data URI'),
+        ('{"name": "a.png"}', 'has no "image" or "video"; give a path, a URL or a data URI'),
         ('{"image": null}', 'has no "image" or "video"; '),
         ('{"image": ""}', 'has no "image" or "video"; '),
         ('{"image": ["a.png"]}', '"image" must be a string, got ["a.png"]'),
