@@ -3,6 +3,7 @@
 import base64
 import email.utils
 import json
+import logging
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -25,6 +26,8 @@ from mmvllm.structured.params import StructuredOutputsParams
 from mmvllm.utils.arguments import check_key
 from mmvllm.utils.text import beginning_of, check_json_size, parse_json, printable
 from mmvllm.utils.time_limit import TimeIsOver, TimeLimit, shut_down
+
+logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 INITIAL_BACKOFF, MAX_BACKOFF = 0.5, 60.0  # seconds before a retry; each pause is about twice as long as the last
@@ -39,6 +42,7 @@ MAX_SHOWN = 2000  # characters of a list of models
 MAX_COUNT = 2**31 - 1  # tokens
 SHORTEST_SECRET = 8  # characters; keys such as "none" are not secret, and may be parts of other words
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)  # in JSON
+_SECRET_NAME = re.compile("key|token|sig|secret|auth|code", re.IGNORECASE)  # of a parameter in a URL
 _PROXY_LOGIN = re.compile(r"(?:[a-zA-Z0-9.+-]+:/+)?(.*)@")
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 # Names of servers and gateways for a complete text, in lower case -> the name in records; all others are refused.
@@ -49,6 +53,18 @@ _FINISH_REASONS = {
 }
 # The server gave up; a retry may help.
 _RETRIED_REASONS = frozenset({"abort", "aborted", "cancelled", "error", "timeout", "insufficient_system_resource"})
+
+
+# Fields that a job can do without -> the name that newer models have for them, None to leave them out.
+_OPTIONAL = {
+    "max_tokens": "max_completion_tokens",
+    **dict.fromkeys(("max_completion_tokens", "temperature", "seed", "stop_on_repetition")),
+}
+_UNSUPPORTED = re.compile(
+    r"unsupported|not support|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|forbidden|does not belong"
+    r"|not a field|cannot find field|deprecated",
+    re.IGNORECASE,
+)
 
 
 class _TryAgain(Exception):
@@ -81,12 +97,15 @@ class Endpoint:
         proxies = (_PROXY_LOGIN.match(url) for url in urllib.request.getproxies().values())
         login = base_url.userinfo.decode()
         logins = [login, *(found[1] for found in proxies if found)]
-        secrets = [key, *(secret for login in logins for secret in _secrets_of(login))]
+        secrets = [key, *(value for name, value in base_url.params.multi_items() if _SECRET_NAME.search(name))]
+        secrets += [secret for login in logins for secret in _secrets_of(login)]
         self._secrets = [form for text in secrets if len(text) >= SHORTEST_SECRET for form in _forms(text)]
         self._timeout, self._max_retries = timeout, max_retries
         self._is_stopped = threading.Event()
+        self._left_out: set[str] = set()  # fields that the server refuses; threads only add to it
         self._client = _client(
-            base_url=base_url.copy_with(userinfo=b""),  # the client logs the URL of each request
+            base_url=base_url.copy_with(userinfo=b"", query=None),  # the client logs the URL of each request
+            params=base_url.params,
             auth=(base_url.username, base_url.password) if login else None,
             headers=headers | {"Accept-Encoding": "identity"},  # a few compressed bytes may expand to any size
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps no cookies
@@ -157,13 +176,15 @@ class Endpoint:
         return name
 
     def _refusal(self, answer: "_Answer") -> str:
-        """Return the status, and the server's error message if it has OpenAI's form."""
+        """Return the status, and the server's error message if it has a known form."""
         try:
-            error = answer.json()["error"]
-            message = error["message"] if isinstance(error, dict) else error
-        except (ValueError, KeyError, TypeError):
-            message = answer.reason_phrase
-        return f"HTTP {answer.status_code}, {printable(self._hidden(str(message))[:300])}"
+            error = _error_in(answer.json())
+        except ValueError:
+            error = None
+        return f"HTTP {answer.status_code}, {self._shown(answer.reason_phrase if error is None else error.message)}"
+
+    def _shown(self, message: str) -> str:
+        return printable(self._hidden(message)[:300])
 
     def _hidden(self, text: str) -> str:
         """Return a text for messages and records, without secrets that a server or the HTTP client put into it."""
@@ -193,15 +214,54 @@ class Endpoint:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._answer("POST", "chat/completions", self._timeout, body.get("n", 1), json=body)
+        sent = self._accepted(body)
+        answer = self._answer("POST", "chat/completions", self._timeout, body.get("n", 1), json=sent)
         if answer.status_code in _AGAIN:
             raise _TryAgain(self._refusal(answer), _retry_after(answer))
+        if answer.status_code in (400, 422) and self._leaves_out(answer, sent):
+            return self._post(body)
         if answer.status_code != 200:
             raise RequestError(f"the endpoint refuses the request: {self._refusal(answer)}")
         try:
-            return answer.json()
+            content = answer.json()
         except ValueError:
             raise _TryAgain("its answer is not JSON") from None
+        error = None if isinstance(content, dict) and content.get("choices") else _error_in(content)
+        if error is not None:  # gateways report errors of the servers behind them with the status 200
+            if error.code in map(str, _AGAIN):
+                raise _TryAgain(self._shown(error.message), _retry_after(answer))
+            raise RequestError(f"the endpoint refuses the request: {self._shown(error.message)}")
+        return content
+
+    def _accepted(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a request that the server accepts, under the names that it knows."""
+        body = body.copy()
+        for name in _OPTIONAL:  # `max_tokens` before the name that replaces it
+            if name in self._left_out and name in body:
+                value = body.pop(name)
+                if (other := _OPTIONAL[name]) is not None:
+                    body[other] = value
+        return body
+
+    def _leaves_out(self, answer: "_Answer", sent: dict[str, Any]) -> bool:
+        """Return whether the server refuses an optional field, which is left out, or renamed, from now on."""
+        try:
+            error = _error_in(answer.json())
+        except ValueError:
+            return False
+        if error is None or not _UNSUPPORTED.search(f"{error.code} {error.message}"):
+            return False
+        optional = [name for name in _OPTIONAL if name in sent]
+        name = next((name for name in optional if name == error.param), None) or next(
+            (name for name in optional if re.search(rf"\b{name}\b", error.message)), None
+        )
+        if name is None:
+            return False
+        if name not in self._left_out:
+            self._left_out.add(name)
+            instead = f"it is sent as {_OPTIONAL[name]}" if _OPTIONAL[name] else "it is left out"
+            logger.warning("the endpoint refuses %s; %s: %s", name, instead, self._shown(error.message))
+        return True
 
     def _answer(self, method: str, path: str, seconds: float, num_completions: int, **options: Any) -> "_Answer":
         """Return the answer to a request; raises _TryAgain if it fails, or is not complete after `seconds`."""
@@ -279,6 +339,37 @@ class _Answer:
         return parse_json(self.content)
 
 
+@dataclass(frozen=True, slots=True)
+class _Error:
+    """An error of a server: its text, and the name of the field and the code, if it has them."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+def _error_in(content: Any, levels: int = 4) -> _Error | None:
+    """Return the error in an answer, in the forms of OpenAI, FastAPI, Google, problem details and their like."""
+    if isinstance(content, str):
+        return _Error(content)
+    if not levels or not content or not isinstance(content, dict | list):
+        return None
+    if isinstance(content, list):
+        return _error_in(content[0], levels - 1)
+    for name in ("error", "errors", "detail"):
+        if content.get(name):
+            inner = _error_in(content[name], levels - 1)
+            code = content.get("code") or content.get("status")
+            return inner if inner is None or inner.code or code is None else replace(inner, code=str(code))
+    message = next((content[name] for name in ("message", "msg", "title") if content.get(name)), None)
+    if message is None:
+        return None
+    place = content.get("loc") or content.get("param") or ""
+    param = str(place[-1]) if isinstance(place, list) else str(place)
+    code = content.get("code") or content.get("type") or content.get("status")
+    return _Error(f"{message}", param or None, None if code is None else str(code))
+
+
 def _client(**options: Any) -> httpx2.Client:
     try:
         return httpx2.Client(**options)
@@ -319,7 +410,7 @@ def _base_url(url: str) -> httpx2.URL:
     if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
         raise ArgumentError("{endpoint} must be an http:// or https:// URL, such as http://localhost:8000/v1")
     path = parsed.path.rstrip("/").removesuffix("/chat/completions")
-    return parsed.copy_with(path=f"{path or '/v1'}/", query=None, fragment=None)
+    return parsed.copy_with(path=f"{path or '/v1'}/", fragment=None)
 
 
 def _model_names(answer: _Answer) -> list[str]:

@@ -19,6 +19,7 @@ class FakeEndpoint:
     url: str = ""
     bodies: list[dict] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)  # of all requests, with their queries
     num_at_once: int = 0
     most_at_once: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -62,6 +63,7 @@ def _handler(fake: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
+            fake.paths.append(self.path)
             self._send(fake.models)
 
         def do_POST(self):
@@ -70,6 +72,7 @@ def _handler(fake: FakeEndpoint) -> type[BaseHTTPRequestHandler]:
                 number = len(fake.bodies)
                 fake.bodies.append(body)
                 fake.headers.append(dict(self.headers))
+                fake.paths.append(self.path)
                 fake.num_at_once += 1
                 fake.most_at_once = max(fake.most_at_once, fake.num_at_once)
             try:
