@@ -125,7 +125,7 @@ def test_an_error_in_a_success_is_tried_again_if_that_may_help(code, folder):
     assert record["error"] == "the endpoint failed (2 times): rate-limited"
 
 
-@pytest.mark.parametrize("body", [{}, [], {"error": None}, {"error": {}}, {"choices": []}, [[[[[["deep"]]]]]], 5])
+@pytest.mark.parametrize("body", [{}, [], {"error": None}, {"error": {}}, [[[[[["deep"]]]]]], 5])
 def test_an_answer_that_is_neither_is_tried_again(body, folder):
     with fake_endpoint(lambda *_: as_json(200, body)) as fake:
         (record,) = caption_images(folder / "000.png", endpoint=EndpointOptions(fake.url, max_retries=1))
@@ -133,13 +133,13 @@ def test_an_answer_that_is_neither_is_tried_again(body, folder):
 
 
 def test_the_query_of_the_url_is_sent_and_its_secrets_are_hidden(folder):
-    query = "api-version=2026-10-21&subscription-key=very%20secret%20key"
+    query = "api-version=2026-10-21&subscription-key=very+secret+key"
     with fake_endpoint(lambda *_: as_json(400, {"error": "very secret key is wrong on 2026-10-21"})) as fake:
         (record,) = caption_images(folder / "000.png", endpoint=f"{fake.url}/v1?{query}")
     assert record["error"] == "the endpoint refuses the request: HTTP 400, *** is wrong on 2026-10-21"
     assert fake.paths == [
-        f"/v1/models?{query.replace('%20', '+')}",
-        f"/v1/chat/completions?{query.replace('%20', '+')}",
+        f"/v1/models?{query}",
+        f"/v1/chat/completions?{query}",
     ]
 
 

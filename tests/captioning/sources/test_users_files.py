@@ -123,7 +123,7 @@ def test_an_entry_without_one_file_is_an_error(entry, error, tmp_path):
 
 
 def test_records_are_a_list(llm, tmp_path):
-    """Their prompts, which include contexts, are not those of the next job."""
+    """The next job does not use their prompts, which include contexts."""
     noise_image(60, 60).save(tmp_path / "a.png")
     (tmp_path / "bad.png").write_text("none")
     options = {"llm": llm, "max_tokens": 2}
