@@ -4,9 +4,8 @@ import pytest
 
 from mmvllm import LLM, SamplingParams
 from tests.helpers.engine.requests import ask
-from tests.helpers.serving.server import ENGINE, call, chat, completion, error_of
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, answered, chat, completion
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = "Count the shapes."
 
 
@@ -23,11 +22,13 @@ def texts():
 
 
 def answers(app, **fields) -> list[str]:
-    answer = call(app, "POST", CHAT, json=chat(QUESTION, max_tokens=8, **fields))
-    assert answer.status_code == 200, answer.text
-    body = answer.json()
-    assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
-    return [choice["message"]["content"] for choice in body["choices"]]
+    choices = answered(app, CHAT, chat(QUESTION, max_tokens=8, **fields))["choices"]
+    assert [choice["index"] for choice in choices] == [*range(len(choices))]
+    return [choice["message"]["content"] for choice in choices]
+
+
+def completions(app, prompt: str | list[str], **fields) -> list[dict]:
+    return answered(app, COMPLETIONS, completion(prompt=prompt, **fields))["choices"]
 
 
 def test_choices_are_the_best_hypotheses(app, texts):
@@ -48,28 +49,23 @@ def test_best_of(app, texts):
 def test_several_prompts_have_their_own_hypotheses(app):
     prompts = ["One star.", "Two circles."]
     fields = {"use_beam_search": True, "n": 2, "max_tokens": 6}
-    together = call(app, "POST", COMPLETIONS, json=completion(prompt=prompts, **fields)).json()["choices"]
-    alone = [call(app, "POST", COMPLETIONS, json=completion(prompt=one, **fields)).json()["choices"] for one in prompts]
-    assert [choice["text"] for choice in together] == [choice["text"] for own in alone for choice in own]
+    alone = [choice["text"] for one in prompts for choice in completions(app, one, **fields)]
+    assert [choice["text"] for choice in completions(app, prompts, **fields)] == alone
 
 
 def test_an_echo_precedes_each_hypothesis(app):
     fields = {"use_beam_search": True, "n": 2, "max_tokens": 6}
-    plain, echoed = (
-        call(app, "POST", COMPLETIONS, json=completion(prompt="One star.", **fields, echo=echo)).json()["choices"]
-        for echo in (False, True)
-    )
+    plain, echoed = (completions(app, "One star.", **fields, echo=echo) for echo in (False, True))
     assert [choice["text"] for choice in echoed] == ["One star." + choice["text"] for choice in plain]
 
 
 def test_an_echo_with_best_of(app):
     """The log-probabilities of the prompt come with whichever completion is the most likely one."""
     fields = {"temperature": 1.0, "best_of": 3, "max_tokens": 4, "logprobs": 1, "ignore_eos": True}
-    want = call(app, "POST", COMPLETIONS, json=completion(prompt="One star.", echo=True, max_tokens=0, logprobs=1))
-    want = want.json()["choices"][0]["logprobs"]["token_logprobs"]
+    [want] = completions(app, "One star.", echo=True, max_tokens=0, logprobs=1)
+    want = want["logprobs"]["token_logprobs"]
     for seed in range(4):
-        body = completion(prompt="One star.", echo=True, seed=seed, **fields)
-        choice = call(app, "POST", COMPLETIONS, json=body).json()["choices"][0]
+        [choice] = completions(app, "One star.", echo=True, seed=seed, **fields)
         shown = choice["logprobs"]["token_logprobs"]
         assert choice["text"].startswith("One star.") and len(shown) == len(want) + 4
         assert shown[1 : len(want)] == pytest.approx(want[1:], abs=1e-4) and shown[0] is None
@@ -77,15 +73,7 @@ def test_an_echo_with_best_of(app):
 
 def test_hypotheses_have_log_probabilities(app):
     body = chat("One star.", use_beam_search=True, n=2, max_tokens=4, logprobs=True, top_logprobs=2)
-    answer = call(app, "POST", CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    for choice in answer.json()["choices"]:
+    for choice in answered(app, CHAT, body)["choices"]:
         entries = choice["logprobs"]["content"]
         assert "".join(entry["token"] for entry in entries).startswith(choice["message"]["content"])
         assert all(len(entry["top_logprobs"]) == 2 and entry["logprob"] < 0 for entry in entries)
-
-
-def test_an_echoed_prompt_has_no_log_probabilities_beside_beams(app):
-    body = completion(prompt="One star.", use_beam_search=True, echo=True, logprobs=1, max_tokens=2)
-    error = error_of(call(app, "POST", COMPLETIONS, json=body))
-    assert error["param"] == "echo" and "cannot be used with beam search" in error["message"]

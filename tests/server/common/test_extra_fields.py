@@ -37,7 +37,7 @@ def test_keys_that_clients_add_to_messages_parts_and_tools_are_ignored(app):
     added["messages"][0] |= {"id": "msg_1", "createdAt": "today", "experimental_attachments": []}
     image |= {"uuid": "a", "index": 0, "cache_control": {"type": "ephemeral"}}
     image["image_url"] |= {"media_type": "image/png", "format": "png"}
-    text |= {"state": "done"}
+    text |= {"state": "done", "cache_control": {"type": "ephemeral"}}
     added["tools"][0] |= {"cache_control": {"type": "ephemeral"}}
     function |= {"returns": {"type": "string"}}
     assert answered(app, CHAT, added)["choices"] == answered(app, CHAT, plain)["choices"]
@@ -53,8 +53,10 @@ def test_no_key_of_an_earlier_answer_ends_the_conversation(app):
         "function": {"name": "f", "arguments": "{}", "args": "x"},
     }
     answer = {"role": "assistant", "content": "Yes.", "images": ["x"], "Content": "x", "toolCalls": [1], "text": "x"}
-    for keys in (answer, answer | {"tool_calls": [call | {"text": "x"}]}):
-        plain = {name: value for name, value in keys.items() if name in ("role", "content", "tool_calls")}
+    answer |= {"provider_specific_fields": {"a": 1}, "reasoning_content": "x", "annotations": [{}]}
+    empty = dict.fromkeys(("tool_calls", "function_call", "refusal", "audio"))
+    for keys in (answer, answer | empty, answer | {"tool_calls": [call | {"text": "x"}]}):
+        plain = {name: keys[name] for name in ("role", "content", "tool_calls") if keys.get(name)}
         made, want = (answered(app, TOKENIZE, {"messages": [user("Hi"), one, user("And?")]}) for one in (keys, plain))
         assert made == want
 

@@ -1,13 +1,13 @@
 """`logprob_token_ids` shows the log-probabilities of chosen tokens, such as "yes" and "no", as in vLLM."""
 
-import json
 from math import exp
 
 import pytest
 
 from mmvllm import SamplingParams
 from mmvllm.errors import RequestError
-from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion, error_of
+from tests.helpers.serving.server import CHAT, COMPLETIONS, answered, chat, chunks_of, completion
+from tests.server.refusals import check_refusal
 
 IDS = [70, 5, 700, 5, 71]
 
@@ -56,10 +56,10 @@ def test_a_token_that_the_vocabulary_does_not_have_is_refused(shared_llm):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_shows_them_in_place_of_the_most_likely_tokens(stream, keys, app, engine):
     body = chat("Is it red?", max_tokens=3, ignore_eos=True, temperature=0, return_tokens_as_token_ids=True)
-    body |= {"logprobs": True, "logprob_token_ids": IDS, "stream": stream} | keys
-    answer = call(app, "POST", CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    content = answer.json()["choices"][0]["logprobs"]["content"] if not stream else _streamed(answer.text)
+    body |= {"logprobs": True, "logprob_token_ids": IDS} | keys
+    answers = chunks_of(app, CHAT, body) if stream else [answered(app, CHAT, body)]
+    shown = [one["choices"][0]["logprobs"] for one in answers]
+    content = [entry for one in shown if one for entry in one["content"]]
     assert len(content) == 3
     for entry in content:
         shown = {one["token"]: one["logprob"] for one in entry["top_logprobs"]}
@@ -67,16 +67,10 @@ def test_a_chat_shows_them_in_place_of_the_most_likely_tokens(stream, keys, app,
         assert shown[entry["token"]] == entry["logprob"] == max(shown.values())
 
 
-def _streamed(text: str) -> list[dict]:
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    return [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
-
-
 @pytest.mark.parametrize("logprobs", [0, 5])
 def test_a_completion_shows_them_by_their_texts(logprobs, app, engine):
     body = completion(max_tokens=2, ignore_eos=True, temperature=0, logprobs=logprobs, logprob_token_ids=IDS)
-    answer = call(app, "POST", COMPLETIONS, json=body | {"return_tokens_as_token_ids": True})
-    shown = answer.json()["choices"][0]["logprobs"]
+    shown = answered(app, COMPLETIONS, body | {"return_tokens_as_token_ids": True})["choices"][0]["logprobs"]
     for token, top in zip(shown["tokens"], shown["top_logprobs"], strict=True):
         assert top.keys() == {token, *(f"token_id:{token_id}" for token_id in IDS)}
 
@@ -85,5 +79,4 @@ def test_a_completion_shows_them_by_their_texts(logprobs, app, engine):
     ("path", "body"), [(CHAT, chat("x", logprob_token_ids=IDS)), (COMPLETIONS, completion(logprob_token_ids=IDS))]
 )
 def test_they_need_logprobs(path, body, app):
-    error = error_of(call(app, "POST", path, json=body))
-    assert error["param"] == "logprob_token_ids" and "needs logprobs" in error["message"]
+    check_refusal(app, path, body, "logprob_token_ids", "needs logprobs")

@@ -1,6 +1,8 @@
-"""Images of chat requests: detail, sources, and the byte budget."""
+"""Images and videos of chat requests: detail, sources, and the byte budget."""
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -9,21 +11,50 @@ from mmvllm.cli.media import OPTIONS
 from mmvllm.entrypoints.request_queue import AdmissionWindow
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.server.common import media
+from tests.helpers.media.videos import make_clip
 from tests.helpers.serving.server import (
     CHAT,
     RESPONSES,
     SCENES,
     TOKENIZE,
+    answered,
     call,
     chat,
     data_uri,
-    error_of,
     image_part,
     make_app,
     png,
     user,
+    video_part,
+    video_uri,
 )
 from tests.helpers.serving.web import serving_files
+from tests.server.refusals import check_refusal, refusal
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A file of an image or a video."""
+
+    path: Path
+
+    @property
+    def kind(self) -> str:
+        return "video_url" if self.path.suffix == ".mp4" else "image_url"
+
+    def part(self, url: str | None = None) -> dict:
+        """The part of a message with this URL, or with the data of the file."""
+        if self.kind == "video_url":
+            return video_part(url or video_uri(self.path))
+        return image_part(url or data_uri(self.path))
+
+
+@pytest.fixture(params=["image", "video"])
+def medium(request, tmp_path) -> Medium:
+    if request.param == "video":
+        return Medium(make_clip(tmp_path / "a.mp4"))
+    (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
+    return Medium(tmp_path / "a.png")
 
 
 @pytest.mark.spawns
@@ -33,8 +64,8 @@ def test_detail_limits_the_tokens_of_an_image(engine):
 
     def tokens(*details: str | None, **keys) -> int:
         parts = [image_part(uri, **({} if detail is None else {"detail": detail})) for detail in details]
-        answer = call(app, "POST", CHAT, json=chat(*parts, "Hi", max_tokens=1, **keys)).json()
-        return answer["usage"]["prompt_tokens_details"]["image_tokens"]
+        usage = answered(app, CHAT, chat(*parts, "Hi", max_tokens=1, **keys))["usage"]
+        return usage["prompt_tokens_details"]["image_tokens"]
 
     assert (tokens("high"), tokens("auto"), tokens(None), tokens("low")) == (49, 36, 36, 36)
     assert tokens("high", "auto") == 49 + 36
@@ -42,29 +73,23 @@ def test_detail_limits_the_tokens_of_an_image(engine):
 
 
 @pytest.mark.spawns
-def test_local_images_are_read_from_the_allowed_folder_only(engine, tmp_path):
-    (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
-    app = make_app(engine, media=MediaPolicy(allowed_local_path=tmp_path))
-    answer = call(app, "POST", CHAT, json=chat(image_part(f"file://{tmp_path}/a.png"), "Describe this image."))
-    expected = call(app, "POST", CHAT, json=chat(image_part(data_uri(SCENES[0])), "Describe this image."))
-    assert answer.status_code == 200 and answer.json()["choices"] == expected.json()["choices"]
-    answer = call(app, "POST", CHAT, json=chat("a", image_part("file:///etc/passwd"), "b"))
-    assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[1].image_url.url"
+def test_local_media_are_read_from_the_allowed_folder_only(engine, medium):
+    app = make_app(engine, media=MediaPolicy(allowed_local_path=medium.path.parent))
+    local, sent = (chat(medium.part(url), "Describe it.") for url in (f"file://{medium.path}", None))
+    assert answered(app, CHAT, local)["choices"] == answered(app, CHAT, sent)["choices"]
+    error = refusal(app, CHAT, chat("a", medium.part("file:///etc/passwd"), "b"))
+    assert error["param"] == f"messages[0].content[1].{medium.kind}.url"
 
 
 @pytest.mark.network
 @pytest.mark.spawns
-@pytest.mark.parametrize("allowed", [True, False])
-def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
-    (tmp_path / "a.png").write_bytes(SCENES[0].read_bytes())
-    domain = "127.0.0.1" if allowed else "example.org"
-    media = MediaPolicy(allowed_domains=(domain,), allowed_networks=("127.0.0.1/32",))
-    with serving_files(tmp_path) as url:
-        part = image_part(f"{url}/a.png")
-        answer = call(make_app(engine, media=media), "POST", CHAT, json=chat(part, max_tokens=1))
-    assert answer.status_code == (200 if allowed else 400)
-    if not allowed:
-        assert error_of(answer)["param"] == "messages[0].content[0].image_url.url"
+def test_media_are_fetched_from_allowed_hosts_only(engine, medium):
+    domains, local = (("127.0.0.1",), ("example.org",)), {"allowed_networks": ("127.0.0.1/32",)}
+    allowed, other = (make_app(engine, media=MediaPolicy(allowed_domains=one, **local)) for one in domains)
+    with serving_files(medium.path.parent) as url:
+        body = chat(medium.part(f"{url}/{medium.path.name}"), max_tokens=1)
+        answered(allowed, CHAT, body)
+        check_refusal(other, CHAT, body, f"messages[0].content[0].{medium.kind}.url", "allowed_domains")
 
 
 @pytest.mark.parametrize(
@@ -79,22 +104,20 @@ def test_images_are_fetched_from_allowed_hosts_only(engine, tmp_path, allowed):
 def test_errors_name_the_option_of_the_command_and_in_python_the_field(engine, url, field, option):
     def message(**settings: object) -> str:
         app = make_app(engine, media=MediaPolicy(max_bytes=100), **settings)
-        return error_of(call(app, "POST", CHAT, json=chat(image_part(url), "Hi")))["message"]
+        return refusal(app, CHAT, chat(image_part(url), "Hi"))["message"]
 
     assert message().endswith(f" (see {field})")
     assert message(media_names=OPTIONS).endswith(f" (see {option})")
 
 
 @pytest.mark.spawns
-def test_fetched_images_count_towards_the_byte_budget(engine, tmp_path):
-    (tmp_path / "a.png").write_bytes(data := SCENES[0].read_bytes())
-    media = MediaPolicy(allowed_local_path=tmp_path)
-    part = image_part(f"file://{tmp_path}/a.png")
-    app = make_app(engine, media=media, max_bodies_bytes=len(data) + 1000)
-    assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
-    answer = call(app, "POST", CHAT, json=chat(part, part, max_tokens=1))
-    assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
-    assert call(app, "POST", CHAT, json=chat(part, max_tokens=1)).status_code == 200
+def test_fetched_media_count_towards_the_byte_budget(engine, medium):
+    media, size = MediaPolicy(allowed_local_path=medium.path.parent), medium.path.stat().st_size
+    part = medium.part(f"file://{medium.path}")
+    app = make_app(engine, media=media, max_bodies_bytes=size + 1000)
+    answered(app, CHAT, chat(part, max_tokens=1))
+    assert refusal(app, CHAT, chat(part, part, max_tokens=1), 429)["code"] == "engine_busy"
+    answered(app, CHAT, chat(part, max_tokens=1))
 
 
 @pytest.mark.spawns
@@ -126,27 +149,23 @@ def test_a_damaged_image_is_refused_wherever_a_prompt_is_made(app):
     part = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgoAAAANSUhEUg=="}
     body = {"input": [{"role": "user", "content": [part]}]}
     for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
-        answer = call(app, "POST", path, json=body)
-        assert answer.status_code == 400 and error_of(answer)["param"] == "input[0].content[0].image_url"
-    answer = call(app, "POST", TOKENIZE, json={"messages": [user(image_part(part["image_url"]))]})
-    assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[0].image_url.url"
+        assert refusal(app, path, body)["param"] == "input[0].content[0].image_url"
+    body = {"messages": [user(image_part(part["image_url"]))]}
+    assert refusal(app, TOKENIZE, body)["param"] == "messages[0].content[0].image_url.url"
 
 
 @pytest.mark.parametrize("length", [8193, 10_000_000])
 def test_a_url_is_short(engine, length):
     app = make_app(engine, media=MediaPolicy(allowed_domains=("*",)))
     for url in ("http://" + "é" * (length - 7), "file:/" + "a" * (length - 6)):
-        error = error_of(call(app, "POST", CHAT, json=chat(image_part(url))))
-        assert (
-            f"the URL must have at most 8192 characters, got {length}" in error["message"]
-            and len(error["message"]) < 200
-        )
+        message = refusal(app, CHAT, chat(image_part(url)))["message"]
+        assert f"the URL must have at most 8192 characters, got {length}" in message and len(message) < 200
 
 
 @pytest.mark.parametrize("length", [1000, 10_000_000])
 def test_base64_without_its_header_is_told_what_is_missing(app, length):
-    error = error_of(call(app, "POST", CHAT, json=chat(image_part("iVBORw0K" * (length // 8)))))
-    assert "data:image/png;base64," in error["message"] and len(error["message"]) < 400
+    message = refusal(app, CHAT, chat(image_part("iVBORw0K" * (length // 8))))["message"]
+    assert "data:image/png;base64,<data>" in message and len(message) < 400
 
 
 def test_a_slow_host_does_not_delay_images_from_others():
@@ -181,12 +200,3 @@ def test_no_image_is_fetched_for_a_request_over_capacity(engine, monkeypatch):
     monkeypatch.setattr(engine, "admission", AdmissionWindow(0))
     monkeypatch.setattr(media, "fetch", None)
     assert call(make_app(engine), "POST", CHAT, json=chat(image_part(data_uri()))).status_code == 429
-
-
-def test_fetching_images_counts_towards_the_timeout(engine, monkeypatch):
-    async def never(*_):
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr(media, "fetch", never)
-    answer = call(make_app(engine, request_timeout=0.05), "POST", CHAT, json=chat(image_part(data_uri())))
-    assert answer.status_code == 504 and "after 0.05 seconds" in error_of(answer)["message"]

@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from tests.helpers.serving.schemas import doubling, wide
-from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion
+from tests.helpers.serving.server import CHAT, COMPLETIONS, answered, call, chat, completion
+from tests.server.refusals import check_refusal, refusal
 
 SCHEMA = {
     "type": "object",
@@ -32,12 +33,8 @@ OTHER_FIELDS = [
 ]
 
 
-def refusal(app, body: dict, path: str = CHAT) -> tuple[str, str]:
-    """The field and the message of a request that is refused."""
-    response = call(app, "POST", path, json=body)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    return error["param"], error["message"]
+def choice_of(app, body: dict, path: str = CHAT) -> dict:
+    return answered(app, path, body)["choices"][0]
 
 
 @pytest.mark.thinned(4)
@@ -45,7 +42,7 @@ def refusal(app, body: dict, path: str = CHAT) -> tuple[str, str]:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_completion_is_json_of_the_schema(app, path, fields):
     body = chat("Which colour?", **fields) if path == CHAT else completion(max_tokens=60, **fields)
-    choice = call(app, "POST", path, json=body | {"temperature": 1, "seed": 3}).json()["choices"][0]
+    choice = choice_of(app, body | {"temperature": 1, "seed": 3}, path)
     assert choice["finish_reason"] == "stop"
     jsonschema.validate(json.loads(choice["message"]["content"] if path == CHAT else choice["text"]), SCHEMA)
 
@@ -53,28 +50,25 @@ def test_a_completion_is_json_of_the_schema(app, path, fields):
 def test_any_white_space_can_be_disabled(app):
     for name, length in (("disable_any_whitespace", True), ("whitespace_pattern", "")):
         fields = {"structured_outputs": {"json": SCHEMA, name: length}}
-        body = chat("Which colour?", **fields, temperature=2, seed=3)
-        text = call(app, "POST", CHAT, json=body).json()["choices"][0]["message"]["content"]
+        text = choice_of(app, chat("Which colour?", **fields, temperature=2, seed=3))["message"]["content"]
         assert " " not in text and "\n" not in text and json.loads(text)
 
 
 @pytest.mark.parametrize("fields, texts", OTHER_FIELDS)
 def test_a_completion_is_what_vllms_fields_say(app, fields, texts):
-    choice = call(app, "POST", CHAT, json=chat("Which?", **fields)).json()["choices"][0]
+    choice = choice_of(app, chat("Which?", **fields))
     assert choice["message"]["content"] in texts and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"guided_json_object": True}])
 def test_any_object(app, fields):
-    body = chat("Which?", **fields, temperature=1, seed=1, max_tokens=400)
-    choice = call(app, "POST", CHAT, json=body).json()["choices"][0]
+    choice = choice_of(app, chat("Which?", **fields, temperature=1, seed=1, max_tokens=400))
     text = choice["message"]["content"]
     assert text.startswith("{") and (choice["finish_reason"] == "length" or isinstance(json.loads(text), dict))
 
 
 def test_a_completion_cut_by_its_length_says_so(app):
-    choice = call(app, "POST", CHAT, json=chat("Which?", **JSON_FIELDS[0], max_tokens=3)).json()["choices"][0]
-    assert choice["finish_reason"] == "length"
+    assert choice_of(app, chat("Which?", **JSON_FIELDS[0], max_tokens=3))["finish_reason"] == "length"
 
 
 class Scene(BaseModel):
@@ -103,16 +97,16 @@ def test_the_openai_client_streams_a_pydantic_model(running):
 
 REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
-    ({"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}}, "response_format", "not take"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": FORMAT["json_schema"]}},
+        *("response_format.json_schema", "not take"),
+    ),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "must be 'text', 'json_object' or 'json_schema'"),
     ({"guided_json": {}}, "guided_json", "not empty"),
     ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "'uniqueItems' at /"),
-    ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json", "unclosed group"),
-    ({"guided_json": "{"}, "guided_json", "is not JSON"),
     ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
     ({"guided_choice": []}, "guided_choice", "at least 1 item"),
     ({"guided_choice": ["a"] * 2 + ["b" * 65536]}, "guided_choice", "at most 65536"),
-    ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
     ({"structured_outputs": {}}, "structured_outputs", "structured_outputs is empty; give exactly one of"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex and choice"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
@@ -128,45 +122,26 @@ REFUSED = [
 @pytest.mark.parametrize("fields, param, message", REFUSED)
 def test_what_cannot_be_enforced_is_refused_with_its_field(app, fields, param, message):
     for path, body in ((CHAT, chat("Hi", **fields)), (COMPLETIONS, completion(**fields))):
-        found, text = refusal(app, body, path)
-        assert found.startswith(param) and message in text, (found, text)
+        check_refusal(app, path, body, param, message)
 
 
-def test_text_is_the_format_of_any_completion(app):
-    choice = call(app, "POST", CHAT, json=chat("Hi", response_format={"type": "text"}, max_tokens=3)).json()["choices"]
-    assert choice[0]["message"]["content"]
-
-
-CHOICE = [f"{i} {'x' * 20}" for i in range(9000)]
-LARGE = {  # restrictions of tens of thousands of characters or steps, and what their refusal says
-    "structured_outputs.choice": (
-        {"structured_outputs": {"choice": CHOICE}},
-        "must have at most 65536 characters, got",
-    ),
-    "guided_choice": ({"guided_choice": CHOICE}, "must have at most 65536 characters, got"),
-    "guided_json": ({"guided_json": {"const": "x" * 60_000}}, "cannot be enforced"),
-    "guided_regex": ({"guided_regex": ".*" * 200}, "cannot be enforced"),
-}
-
-
-@pytest.mark.parametrize("field", LARGE)
-def test_a_restriction_that_is_too_large_is_the_clients_error(field, app):
-    fields, message = LARGE[field]
-    found, said = refusal(app, chat("Which?", **fields))
-    assert found == field and message in said and len(said) < 500
-    assert call(app, "GET", "/health").json()["status"] == "ok"
-
-
-@pytest.mark.parametrize("grammar", ['start: "a"{1000000}', wide(), doubling()])
-def test_a_grammar_that_takes_too_much_is_the_clients_error(grammar, app):
-    assert call(app, "POST", CHAT, json=chat("Which?", guided_grammar=grammar)).status_code == 400
-    field, message = refusal(app, chat("Which?", guided_grammar=grammar))
-    assert field == "guided_grammar" and "items" in message
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("guided_choice", [f"{i} {'x' * 20}" for i in range(9000)], "must have at most 65536 characters, got"),
+        ("guided_json", {"const": "x" * 60_000}, "cannot be enforced"),
+        ("guided_regex", ".*" * 200, "cannot be enforced"),
+        *(("guided_grammar", grammar, "items") for grammar in ('start: "a"{1000000}', wide(), doubling())),
+    ],
+)
+def test_a_restriction_that_takes_too_much_is_the_clients_error(field, value, message, app):
+    for _ in range(2):  # the second time the reason is known
+        error = refusal(app, CHAT, chat("Which?", **{field: value}))
+        assert error["param"] == field and message in error["message"] and len(error["message"]) < 500
     assert call(app, "GET", "/health").json()["status"] == "ok"
 
 
 def test_tokens_that_are_all_forbidden_are_the_clients_error(app):
     body = completion(allowed_token_ids=[5], no_repeat_ngram_size=1, max_tokens=9)
-    _, message = refusal(app, body, COMPLETIONS)
-    assert message == "no token can follow: every token is forbidden"
+    assert refusal(app, COMPLETIONS, body)["message"] == "no token can follow: every token is forbidden"
     assert call(app, "GET", "/health").json()["status"] == "ok"

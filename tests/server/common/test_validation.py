@@ -7,24 +7,23 @@ import pytest
 from tests.helpers.serving.server import (
     CHAT,
     COMPLETIONS,
+    answered,
     call,
     chat,
+    chunks_of,
     completion,
     data_uri,
     error_of,
     image_part,
     user,
 )
+from tests.server.refusals import check_refusal
 
 ASSISTANT = {"role": "assistant", "content": "A star."}
 TEMPLATE = "chat_template_kwargs"
 TOOL = {"role": "tool", "tool_call_id": "a"}
 IMAGE_URL = "messages[0].content[0].image_url"
 CONTINUOUS_USAGE = "stream_options.continuous_usage_stats"
-
-
-def nested(depth: int) -> list:
-    return [nested(depth - 1)] if depth else []
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,6 @@ def nested(depth: int) -> list:
         (chat(messages=[{"role": "user", "content": None}]), "messages[0].content", "must be a string"),
         (chat(messages=[user("Hi"), {"role": "a robot", "content": "x"}]), "messages[1].role", "should match"),
         (chat(messages=[{"role": "user", "content": []}]), "messages[0].content", "at least 1"),
-        (chat({"type": {}}), "messages[0].content[0]", "must have a type: 'text', 'image_url' or 'video_url'"),
         (chat({"type": ["text"]}), "messages[0].content[0]", "must have a type: 'text', 'image_url' or 'video_url'"),
         (chat({"type": "text"}), "messages[0].content[0].text", "is missing"),
         (chat("Hi", {"type": "text", "text": 5}), "messages[0].content[1].text", "must be a string"),
@@ -47,7 +45,6 @@ def nested(depth: int) -> list:
             "must have the type 'text', 'image_url' or 'video_url', got 'input_audio'",
         ),
         (chat("Hi", {"type": "image_url", "image_url": 5}), "messages[0].content[1].image_url", "must be an object"),
-        (chat("Hi", response_format={"type": "xml"}), "response_format.type", "must be 'text'"),
         (chat("Hi", {"type": "image_url"}), "messages[0].content[1].image_url", "is missing"),
         (chat(image_part(5)), "messages[0].content[0].image_url.url", "must be a string"),
         (chat(image_part("data:,", detail="huge")), "messages[0].content[0].image_url.detail", "'low'"),
@@ -57,10 +54,8 @@ def nested(depth: int) -> list:
             "does not belong here; did you mean max_pixels?",
         ),
         (chat(image_part("data:,", nframes=1)), f"{IMAGE_URL}.nframes", "does not belong here"),
-        (chat({"type": "input_audio"}), "messages[0].content[0]", "'image_url'"),
         (chat(image_part("ftp://x/y.png")), "messages[0].content[0].image_url.url", "URL"),
         (chat("Hi", temperature=-1), "temperature", "greater than or equal to 0"),
-        (chat("Hi", temperature="1"), "temperature", "valid number"),
         (chat("Hi", temperature=10**400), "temperature", ""),
         (chat("Hi", top_p=0), "top_p", "greater than 0"),
         (chat("Hi", n=17), "n", "less than or equal to 16"),
@@ -68,10 +63,8 @@ def nested(depth: int) -> list:
         (chat("Hi", max_tokens=0), "max_tokens", "must be at least 1, or -1 for no limit"),
         (chat("Hi", max_completion_tokens=-2), "max_completion_tokens", "must be at least 1, or -1 for no limit"),
         (chat("Hi", max_tokens=2.5), "max_tokens", "valid integer"),
-        (chat("Hi", max_tokens="many"), "max_tokens", "valid integer"),
         (chat("Hi", max_tokens=5, max_completion_tokens=6), "max_tokens", "two names"),
         (chat("Hi", min_tokens=6, max_tokens=5), "min_tokens", "max_tokens=5"),
-        (chat("Hi", seed=0.5), "seed", "valid integer"),
         (chat("Hi", stop=5), "stop", "must be a string"),
         (chat("Hi", stop=["a", ""]), "stop[1]", "at least 1 character"),
         (chat("Hi", stop="a" * 1001), "stop", "at most 1000 character"),
@@ -79,9 +72,6 @@ def nested(depth: int) -> list:
         (chat("Hi", logprobs=True, top_logprobs=21), "top_logprobs", "20"),
         (chat("Hi", stream_options={"include_usage": True}), "stream_options", "stream: true"),
         (chat("Hi", stream_options={"include_usage": None}), "stream_options", "stream: true"),
-        (chat("Hi", stream_options={"continuous_usage_stats": True}), "stream_options", "stream: true"),
-        (chat("Hi", tool_choice="is missing"), "tool_choice", "'none', 'auto' or 'required'"),
-        (chat("Hi", response_format={"type": "xml"}), "response_format.type", "'text'"),
         (chat("Hi", logit_bias={"5": 200}), "logit_bias.5", "less than or equal to 100"),
         (
             chat("Hi", logit_bias={"five": 1, "5": 1, "six": 1}),
@@ -92,7 +82,6 @@ def nested(depth: int) -> list:
         (chat("Hi", allowed_token_ids=[]), "allowed_token_ids", "at least 1"),
         (chat("Hi", modalities=["text", "audio"]), "modalities", ""),
         (chat("Hi", reasoning_effort="little"), "reasoning_effort", "'low'"),
-        (chat("Hi", no_such_thing=1), "no_such_thing", "is not a field of this request"),
         (chat("Hi", temprature=1), "temprature", "is not a field of this request; did you mean temperature?"),
         (completion(max_new_tokens=1), "max_new_tokens", "did you mean max_tokens?"),
         (chat("Hi", media_io_kwargs={"video": {"num_frames": -2}}), "media_io_kwargs.video.num_frames", "equal to 1"),
@@ -127,12 +116,8 @@ def nested(depth: int) -> list:
         ),
         (completion(beam_width=2, echo=True, logprobs=1), "echo", "echo with logprobs cannot be used with beam search"),
         (completion(beam_width=2, echo=True, max_tokens=0), "max_tokens", "of at least 1"),
-        (completion(use_beam_search=True, echo=True, stream=True), "stream", "known only at the end"),
-        (completion(beam_width=2, guided_regex="a"), "guided_regex", "guided_regex cannot be used with beam search"),
         (completion(length_penalty=2.0), "length_penalty", "needs beam search (beam_width)"),
-        (completion(logprobs=True), "logprobs", "valid integer"),
         (chat({"type": "text", "text": "a"} | image_part("b")), "messages[0].content[0].text", "does not belong here"),
-        (chat(image_part("b") | {"type": "text", "text": "a"}), "messages[0].content[0].image_url", "does not belong"),
         (chat({"type": "text", "text": "a", "images": ["b"]}), "messages[0].content[0].images", "does not belong here"),
         (chat(messages=[user("Hi") | {"images": ["b"]}]), "messages[0].images", "does not belong here"),
         (chat(messages=[user("Hi") | {"max_pixels": 5}]), "messages[0].max_pixels", "does not belong here"),
@@ -150,7 +135,6 @@ def nested(depth: int) -> list:
         (chat(messages=[ASSISTANT | {"content": 5}, user("Hi")]), "messages[0].content", "must be a string"),
         (chat("Hi", stream=True, stream_options={"continuous_usage_stats": 2}), CONTINUOUS_USAGE, "valid boolean"),
         (chat("Hi", skip_special_tokens="no"), "skip_special_tokens", "valid boolean"),
-        (chat("Hi", add_generation_prompt="no"), "add_generation_prompt", "valid boolean"),
         (
             chat("Hi", add_generation_prompt=True, continue_final_message=True),
             *("add_generation_prompt", "exclude each other"),
@@ -170,26 +154,15 @@ def nested(depth: int) -> list:
             TEMPLATE,
             "must have at most 16384 characters as JSON, got",
         ),
-        (chat("Hi", chat_template_kwargs={"a": nested(40)}), TEMPLATE, "nested more than 32 deep"),
         (chat("Hi", chat_template_kwargs={"namespace": 1}), "messages", "the chat template cannot render"),
-        (completion(chat_template_kwargs={"a": 1}), TEMPLATE, "is not a field"),
-        (chat("Hi", use_beam_search=1), "use_beam_search", "valid boolean"),
         (chat("Hi", use_beam_search=True, stream=True), "stream", "known only at the end"),
         (chat("Hi", use_beam_search=True, temperature=0.5), "temperature", "cannot be used with beam search"),
         (chat("Hi", use_beam_search=True, stop="x"), "stop", "cannot be used with beam search"),
         (chat("Hi", use_beam_search=True, early_stopping="always"), "early_stopping", "never"),
         (chat("Hi", early_stopping=True), "early_stopping", "needs beam search (beam_width)"),
-        (
-            chat("Hi", priority=1),
-            "priority",
-            "priority must be 0 unless the server has --scheduling-policy priority, got 1",
-        ),
-        (chat("Hi", best_of=0), "best_of", "greater than or equal to 1"),
         (chat("Hi", prompt_logprobs=21), "prompt_logprobs", "less than or equal to 20"),
-        (chat("Hi", guided_json={}), "guided_json", "must be a JSON schema"),
         (chat("Hi", guided_json={"type": "object"}, beam_width=2), "guided_json", "cannot be used with beam search"),
         (completion(prompt_logprobs=0, stream=True), "prompt_logprobs", "not supported with stream"),
-        (completion(prompt_logprobs=-1), "prompt_logprobs", "greater than or equal to 0"),
         ([], None, "must be an object"),
         ("Hi", None, "must be an object"),
     ],
@@ -197,25 +170,14 @@ def nested(depth: int) -> list:
 )
 def test_an_error_names_the_invalid_field_and_the_reason(app, body, param, words):
     path = COMPLETIONS if isinstance(body, dict) and "prompt" in body else CHAT
-    answer = call(app, "POST", path, content=json.dumps(body), headers={"Content-Type": "application/json"})
-    error = error_of(answer)
-    assert answer.status_code == 400, answer.text
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert words in error["message"]
-
-
-def test_fields_that_do_not_change_the_completion_are_accepted(app):
-    ignored = dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), "x")
-    empty = {"tools": [], "tool_choice": "none", "logit_bias": {}, "functions": None, "audio": None, "n": None}
-    plain = {"response_format": {"type": "text"}, "modalities": ["text"], "metadata": {"a": "b"}, "store": False}
-    answer = call(app, "POST", CHAT, json=chat("Hello", max_tokens=4, **ignored, **empty, **plain))
-    assert answer.status_code == 200
-    assert answer.json()["choices"] == call(app, "POST", CHAT, json=chat("Hello", max_tokens=4)).json()["choices"]
-    assert call(app, "POST", COMPLETIONS, json=completion(echo=False, suffix=None, best_of=1)).status_code == 200
+    check_refusal(app, path, body, param, words)
 
 
 NEUTRAL = {
     "best_of": 1,
+    "n": None,
+    "user": "x",
+    "response_format": {"type": "text"},
     "echo": False,
     "prompt_logprobs": None,
     "skip_special_tokens": True,
@@ -247,16 +209,27 @@ NEUTRAL_CHAT = NEUTRAL | {
     "include_reasoning": True,
     "parallel_tool_calls": False,
     "tools": [],
+    "tool_choice": "none",
+    "functions": None,
     "top_logprobs": 0,
+    "modalities": ["text"],
+    "audio": None,
+    "metadata": {"a": "b"},
+    "store": False,
+    **dict.fromkeys(("service_tier", "safety_identifier", "prompt_cache_key"), "x"),
 }
 
 
-def test_neutral_values_of_other_servers_parameters_are_accepted(app):
+@pytest.mark.parametrize(
+    ("path", "body", "neutral"),
+    [
+        (CHAT, chat("Hello", max_tokens=4), NEUTRAL_CHAT),
+        (COMPLETIONS, completion(temperature=0), NEUTRAL | {"suffix": None}),
+    ],
+)
+def test_fields_that_do_not_change_the_completion_are_accepted(app, path, body, neutral):
     """Load generators and evaluation tools send vLLM's parameters with their default values."""
-    plain = call(app, "POST", CHAT, json=chat("Hello", max_tokens=4)).json()["choices"]
-    assert call(app, "POST", CHAT, json=chat("Hello", max_tokens=4, **NEUTRAL_CHAT)).json()["choices"] == plain
-    plain = call(app, "POST", COMPLETIONS, json=completion(temperature=0)).json()["choices"]
-    assert call(app, "POST", COMPLETIONS, json=completion(temperature=0, **NEUTRAL)).json()["choices"] == plain
+    assert answered(app, path, body | neutral)["choices"] == answered(app, path, body)["choices"]
 
 
 @pytest.mark.parametrize("value", [None, False])
@@ -267,39 +240,13 @@ def test_continuous_usage_stats_may_be_off(app, value):
 
 def test_continuous_usage_stats_count_tokens_in_every_chunk(app):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = chat("Hi", max_tokens=5, n=2, ignore_eos=True, stream=True, stream_options=options)
-    events = call(app, "POST", CHAT, json=body).text.strip().split("\n\n")
-    assert events.pop() == "data: [DONE]"
-    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in events]
+    body = chat("Hi", max_tokens=5, n=2, ignore_eos=True, stream_options=options)
+    usages = [chunk["usage"] for chunk in chunks_of(app, CHAT, body)]
     assert {usage["prompt_tokens"] for usage in usages} == {usages[-1]["prompt_tokens"]} != {0}
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts) and counts[-1] == 10 and len(set(counts)) > 2
     assert counts[:3] == [0, 0, 1]  # the roles of both choices, and the first text
     assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
-
-
-@pytest.mark.spawns
-def test_cache_hints_of_parts_are_ignored(app):
-    hint = {"cache_control": {"type": "ephemeral"}}
-    parts = [image_part(data_uri()) | hint | {"uuid": "a"}, {"type": "text", "text": "What is this?"} | hint]
-    answer = call(app, "POST", CHAT, json=chat(*parts, max_tokens=4))
-    plain = call(app, "POST", CHAT, json=chat(image_part(data_uri()), "What is this?", max_tokens=4))
-    assert answer.is_success and answer.json()["choices"] == plain.json()["choices"]
-
-
-@pytest.mark.spawns
-@pytest.mark.parametrize("content", ["A star.", None])
-def test_unknown_fields_of_assistant_messages_are_ignored(app, content):
-    """Clients send completions back with the fields that they, or other servers, added."""
-    added = {"provider_specific_fields": {"a": 1}, "reasoning_content": "x", "annotations": [{}], "no_such_key": 1}
-    empty = dict.fromkeys(("tool_calls", "function_call", "refusal", "audio"))
-
-    def choices(message: dict) -> list:
-        turns = [user(image_part(data_uri()), "Hi"), message, user("And now?")]
-        return call(app, "POST", CHAT, json=chat(messages=turns, max_tokens=4)).json()["choices"]
-
-    plain = choices({"role": "assistant", "content": content or ""})
-    assert choices({"role": "assistant", "content": content} | added | empty) == plain
 
 
 @pytest.mark.parametrize(
@@ -309,9 +256,7 @@ def test_unknown_fields_of_assistant_messages_are_ignored(app, content):
         b"{",
         b"null",
         b"[" * 100_000,
-        b'{"a":' * 100_000,
         b'{"model": NaN}',
-        b'{"temperature": -Infinity}',
         b'{"n": ' + b"9" * 10_000 + b"}",
         b'{"temperature": 1e999}',
         b'{"model": "bundled", "model": "other"}',

@@ -1,0 +1,18 @@
+"""Requests that the server refuses."""
+
+from fastapi import FastAPI
+
+from tests.helpers.serving.server import call, error_of
+
+
+def refusal(app: FastAPI, path: str, body: object, status: int = 400) -> dict:
+    """The error of a request that is refused with this status."""
+    answer = call(app, "POST", path, json=body)
+    assert answer.status_code == status, answer.text
+    return error_of(answer)
+
+
+def check_refusal(app: FastAPI, path: str, body: object, param: str | None, words: str) -> None:
+    """Check the field that the error names, and that its message has the words; an unknown model is a 404."""
+    error = refusal(app, path, body, 404 if param == "model" else 400)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error") and words in error["message"], error
