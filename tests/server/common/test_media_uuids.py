@@ -12,11 +12,11 @@ from tests.helpers.serving.server import (
     call,
     chat,
     data_uri,
-    error_of,
     image_part,
     make_app,
     video_uri,
 )
+from tests.server.refusals import refusal
 
 IMAGE = data_uri(SCENES[4])
 
@@ -31,11 +31,6 @@ def text_of(app, *parts, **keys) -> str:
 
 def by_name(uuid: str, **keys) -> dict:
     return {"type": "image_url", "uuid": uuid, **keys}
-
-
-@pytest.fixture(scope="module")
-def app(engine):
-    return make_app(engine)
 
 
 @pytest.mark.spawns
@@ -76,7 +71,7 @@ def test_a_video_is_named_once(app, tmp_path):
     frames = "data:video/jpeg;base64," + ",".join([data_uri(SCENES[1]).partition(",")[2]] * 4)
     expected = text_of(app, {**named, "uuid": "frames", "video_url": {"url": frames}})
     assert text_of(app, {**named, "uuid": "frames"}) == expected
-    assert error_of(call(app, "POST", CHAT, json=asked(by_name("clip"))))["param"] == "messages[0].content[1].uuid"
+    assert refusal(app, CHAT, asked(by_name("clip")))["param"] == "messages[0].content[1].uuid"
 
 
 @pytest.mark.parametrize(
@@ -85,15 +80,11 @@ def test_a_video_is_named_once(app, tmp_path):
         ({"type": "image_url"}, "messages[0].content[1].image_url"),
         ({"type": "image_url", "image_url": {}}, "messages[0].content[1].image_url.url"),
         ({"type": "video_url", "video_url": {"fps": 1.0}}, "messages[0].content[1].video_url.url"),
-        (by_name("nosuch"), "messages[0].content[1].uuid"),
-        (by_name(""), "messages[0].content[1].uuid"),
-        (by_name("a" * 257), "messages[0].content[1].uuid"),
-        (by_name(7), "messages[0].content[1].uuid"),
+        *((by_name(uuid), "messages[0].content[1].uuid") for uuid in ("nosuch", "", "a" * 257)),
     ],
 )
 def test_what_is_not_there_is_named(part, param, app):
-    response = call(app, "POST", CHAT, json=asked(part))
-    assert response.status_code == 400 and error_of(response)["param"] == param
+    assert refusal(app, CHAT, asked(part))["param"] == param
 
 
 @pytest.mark.spawns
@@ -114,7 +105,7 @@ def test_names_belong_to_one_key_and_one_salt(engine):
 def test_nothing_is_kept_where_that_is_switched_off(engine):
     app = make_app(engine, max_kept_media_bytes=0)
     text_of(app, by_name("a", image_url={"url": IMAGE}))
-    assert call(app, "POST", CHAT, json=asked(by_name("a"))).status_code == 400
+    refusal(app, CHAT, asked(by_name("a")))
 
 
 def test_names_and_small_images_take_memory_too():

@@ -24,6 +24,7 @@ from tests.helpers.serving.server import (
     png,
     user,
 )
+from tests.server.refusals import refusal
 
 
 def called(arguments: object = "{}", **keys) -> list[dict]:
@@ -38,23 +39,14 @@ def tokens_of(app, messages: list[dict]) -> list[int]:
     return answered(app, TOKENIZE, {"messages": messages})["tokens"]
 
 
-ARGUMENTS = [
-    *(..., None, "", "{", '{"city": "Ber', "[]", "null", '"x"', "5", "no JSON", [1], '{"a": 1e999}', '{"a": ' * 50),
-]
-READ_AS = {
-    '{"a": NaN}': '{"a": null}',
-    ' {"a": 1}\nThat is all.': '{"a": 1}',
-    '{"a": "x\ny"}': r'{"a": "x\ny"}',
-    r'{"a": "\ud83d"}': '{"a": "\ufffd"}',
-}
+READ_AS = {'{"a": "x\ny"}': r'{"a": "x\ny"}', r'{"a": "\ud83d"}': '{"a": "\ufffd"}'}
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("arguments", [..., None, "{", "5", [1], '{"a": ' * 50])
 def test_an_earlier_call_whose_arguments_are_no_object_does_not_end_the_conversation(app, arguments):
     assert tokens_of(app, called(arguments)) == tokens_of(app, called("{}"))
-    item = {"type": "function_call", "name": "f", "call_id": "a"} | (
-        {} if arguments is ... else {"arguments": arguments}
-    )
+    given = {} if arguments is ... else {"arguments": arguments}
+    item = {"type": "function_call", "name": "f", "call_id": "a", **given}
     items = [user("Hi"), item, {"type": "function_call_output", "call_id": "a", "output": "It failed."}]
     answered(app, RESPONSES, {"model": "bundled", "input": items, "max_output_tokens": 1})
 
@@ -116,8 +108,8 @@ def test_parts_may_have_the_forms_of_other_apis(app):
             answer = {"role": "assistant", "content": [thought, part, {"type": "redacted_thinking", "data": "x"}]}
             assert tokens_of(app, [{"role": "user", "content": [image, part]}, answer]) == want
     for role, parts, place in (("user", [thought], 0), ("assistant", [thought, text, {"type": "bogus"}], 2)):
-        answer = call(app, "POST", CHAT, json=chat(messages=[{"role": role, "content": parts}]))
-        assert error_of(answer)["param"] == f"messages[0].content[{place}]"
+        error = refusal(app, CHAT, chat(messages=[{"role": role, "content": parts}]))
+        assert error["param"] == f"messages[0].content[{place}]"
     assert tokens_of(app, [{"role": "assistant", "content": [thought]}]) == tokens_of(
         app, [{"role": "assistant", "content": ""}]
     )
@@ -210,10 +202,8 @@ def test_schemas_as_generators_write_them(app, choice):
 def test_what_cannot_be_enforced_names_the_tool_and_the_property(app):
     schema = {"type": "object", "properties": {"total": {"type": "string", "pattern": "(?=a)b"}}}
     tools = [function({"type": "object"}), function(schema, "pay")]
-    answer = call(app, "POST", CHAT, json=chat("Hi", tools=tools, tool_choice="required", max_tokens=4))
-    assert answer.status_code == 400
     message = "tools[1].function.parameters has the keyword 'pattern' at /properties/total, which has a look-around"
-    assert message in error_of(answer)["message"]
+    assert message in refusal(app, CHAT, chat("Hi", tools=tools, tool_choice="required"))["message"]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +242,7 @@ def test_ids_in_lists_may_be_written_as_other_numbers(app, name, ids):
         return [(one["text"], [[*likely] for likely in one["logprobs"]["top_logprobs"]]) for one in choices]
 
     assert written(float) == written(lambda one: float(one) if one % 2 else one) == written(int)
-    answer = call(app, "POST", COMPLETIONS, json=body(lambda one: one + 0.5))
-    assert answer.status_code == 400 and error_of(answer)["param"].startswith(name), answer.text
+    assert refusal(app, COMPLETIONS, body(lambda one: one + 0.5))["param"].startswith(name)
 
 
 def test_a_completion_and_a_response_without_a_limit(app):
@@ -274,8 +263,7 @@ def test_strict_may_be_a_text(app):
     tool["function"]["strict"] = "false"
     answered(app, CHAT, chat("Hi", tools=[tool], max_tokens=1))
     tool["function"]["strict"] = "maybe"
-    answer = call(app, "POST", CHAT, json=chat("Hi", tools=[tool]))
-    assert error_of(answer)["param"] == "tools[0].function.strict"
+    assert refusal(app, CHAT, chat("Hi", tools=[tool]))["param"] == "tools[0].function.strict"
 
 
 IMAGE = png(61, 40)

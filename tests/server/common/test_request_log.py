@@ -15,6 +15,7 @@ from tests.helpers.serving.server import (
     LONG,
     call,
     chat,
+    chunks_of,
     completion,
     data_uri,
     image_part,
@@ -24,6 +25,7 @@ from tests.helpers.serving.server import (
     wait_for,
 )
 from tests.helpers.serving.traces import TRACE, headers
+from tests.server.refusals import refusal
 
 SECRET = "a\nsecret\x1b[31m\x7f\u2028"
 
@@ -90,8 +92,8 @@ def test_requests_for_embeddings_are_logged(engine, lines):
 @pytest.mark.spawns
 def test_requests_that_fail_are_logged(engine, lines):
     app = make_app(engine, log_requests="facts")
-    assert call(app, "POST", CHAT, json=chat(image_part("data:image/png;base64,AAAA"))).status_code == 400
-    assert call(app, "POST", CHAT, json=chat("x " * 2000)).status_code == 400
+    refusal(app, CHAT, chat(image_part("data:image/png;base64,AAAA")))
+    refusal(app, CHAT, chat("x " * 2000))
     first, second = lines()
     assert (first["status"], first["error"], first["finish_reasons"]) == (400, "invalid_request", [])
     assert (second["status"], second["error"]) == (400, "context_length_exceeded")
@@ -141,7 +143,5 @@ def test_usage_has_its_details_also_in_streams(engine, path, body):
     app = make_app(engine)
     wanted = call(app, "POST", path, json=body).json()["usage"]
     assert wanted["prompt_tokens_details"].keys() == {"cached_tokens", "image_tokens", "video_tokens"}
-    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
-    events = call(app, "POST", path, json=streamed).text.split("\n\n")
-    last = json.loads(events[-3].removeprefix("data: "))
+    last = chunks_of(app, path, body | {"stream_options": {"include_usage": True}})[-1]
     assert last["usage"] == wanted
