@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.serving.server import CHAT, answered, call, chat, error_of, make_app
+from tests.helpers.serving.server import CHAT, RESPONSES, answered, chat, make_app
+from tests.server.refusals import refusal
 
 
 def function(name: str, **keys) -> dict:
@@ -11,7 +12,7 @@ def function(name: str, **keys) -> dict:
 
 
 FUNCTIONS = [function("first", strict=True), function("second"), function("third")]
-RESPONSES, COUNT = "/v1/responses", "/v1/responses/input_tokens"
+COUNT = f"{RESPONSES}/input_tokens"
 
 
 def allowed(mode: str, *names: str) -> dict:
@@ -89,26 +90,23 @@ def test_wrong_choices_are_named(app, choice, param):
     keys = chat_keys(FUNCTIONS, choice if "tools" in choice else choice | {"tools": []})
     if "tools" not in choice:
         del keys["tool_choice"]["allowed_tools"]["tools"]
-    error = error_of(call(app, "POST", CHAT, json=chat("Hello", **keys)))
-    assert error["param"] == f"tool_choice.allowed_tools.{param}"
+    assert refusal(app, CHAT, chat("Hello", **keys))["param"] == f"tool_choice.allowed_tools.{param}"
     body = response("Hello", **response_keys(FUNCTIONS, choice))
     for path in (RESPONSES, COUNT):
-        own = f"tool_choice.{param.replace('.function', '')}"
-        assert error_of(call(app, "POST", path, json=body))["param"] == own
+        assert refusal(app, path, body)["param"] == f"tool_choice.{param.replace('.function', '')}"
 
 
 def test_tools_are_needed(app):
     keys = {"tool_choice": chat_keys(FUNCTIONS, allowed("auto", "first"))["tool_choice"]}
-    assert error_of(call(app, "POST", CHAT, json=chat("Hello", **keys)))["param"] == "tool_choice"
+    assert refusal(app, CHAT, chat("Hello", **keys))["param"] == "tool_choice"
 
 
 @pytest.mark.parametrize("body", [{"input": []}, {"input": "Hello", "previous_response_id": "nosuch"}, {"inputs": "a"}])
 def test_what_cannot_be_counted_has_the_error_of_a_response(app, body):
-    errors = [error_of(call(app, "POST", path, json=body)) for path in (RESPONSES, COUNT)]
-    assert errors[0] == errors[1]
+    assert refusal(app, RESPONSES, body) == refusal(app, COUNT, body)
 
 
 def test_an_input_that_does_not_fit_is_counted(app):
     text = "a" * 20_000
-    assert call(app, "POST", RESPONSES, json=response(text)).status_code == 400
+    refusal(app, RESPONSES, response(text))
     assert answered(app, COUNT, response(text))["input_tokens"] > 20_000

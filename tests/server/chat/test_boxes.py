@@ -7,7 +7,8 @@ from PIL import Image
 
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.engine.scripted import script
-from tests.helpers.serving.server import call, chat, completion, data_uri, image_part
+from tests.helpers.serving.server import CHAT, COMPLETIONS, answered, chat, completion, data_uri, image_part
+from tests.server.refusals import refusal
 
 ANSWER = (
     "<|object_ref_start|>it<|object_ref_end|><|box_start|>(100,200),(500,750)<|box_end|>"
@@ -51,28 +52,24 @@ def test_each_choice_has_its_boxes_if_the_request_asks_for_them(boxes, expected,
 @pytest.mark.spawns
 @pytest.mark.parametrize("extra", [{}, {"mmvllm": None}, {"mmvllm": {}}, {"mmvllm": {"boxes": False}}])
 def test_other_responses_have_no_field_of_this_name(extra, app, question):
-    made = call(app, "POST", "/v1/chat/completions", json=question | extra).json()
+    made = answered(app, CHAT, question | extra)
     assert made["choices"][0].keys() == {"index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"}
 
 
 def test_no_boxes_are_an_empty_list(app):
     body = chat("Hi", max_tokens=2) | {"mmvllm": {"boxes": True}}
-    assert call(app, "POST", "/v1/chat/completions", json=body).json()["choices"][0]["mmvllm"] == {"boxes": []}
+    assert answered(app, CHAT, body)["choices"][0]["mmvllm"] == {"boxes": []}
 
 
 @pytest.mark.parametrize("extra", [{"boxes": "all"}, {"points": True}, True])
 def test_other_extras_are_refused_by_name(extra, app, question):
-    response = call(app, "POST", "/v1/chat/completions", json=question | {"mmvllm": extra})
-    assert response.status_code == 400 and response.json()["error"]["param"].startswith("mmvllm")
+    assert refusal(app, CHAT, question | {"mmvllm": extra})["param"].startswith("mmvllm")
 
 
 @pytest.mark.slow
 def test_choices_that_repeat_themselves_are_ended(app):
     body = completion(max_tokens=300, temperature=0, frequency_penalty=-2, ignore_eos=True)
-    whole, ended = (
-        call(app, "POST", "/v1/completions", json=body | {"stop_on_repetition": stops}).json()
-        for stops in (False, True)
-    )
+    whole, ended = (answered(app, COMPLETIONS, body | {"stop_on_repetition": stops}) for stops in (False, True))
     assert [one["choices"][0]["finish_reason"] for one in (whole, ended)] == ["length", "repetition"]
     assert whole["choices"][0]["text"].startswith(ended["choices"][0]["text"])
     assert 64 <= ended["usage"]["completion_tokens"] < 300

@@ -1,10 +1,9 @@
 """Chats whose prompt ends elsewhere, and chat templates of requests."""
 
-import json
-
 import pytest
 
-from tests.helpers.serving.server import CHAT, TOKENIZE, answered, call, chat, error_of, make_app, user
+from tests.helpers.serving.server import CHAT, TOKENIZE, answered, chat, chunks_of, make_app, user
+from tests.server.refusals import refusal
 
 BEGUN = [user("How many stars are there?"), {"role": "assistant", "content": "There are "}]
 CONTINUED = {"messages": BEGUN, "add_generation_prompt": False, "continue_final_message": True}
@@ -34,9 +33,8 @@ def test_an_echo_is_the_text_of_the_final_message(app, content):
     plain = [choice["message"]["content"] for choice in answered(app, CHAT, body)["choices"]]
     echoed = [choice["message"]["content"] for choice in answered(app, CHAT, body | {"echo": True})["choices"]]
     assert echoed == ["There are " + text for text in plain] and all(plain)
-    events = call(app, "POST", CHAT, json=body | {"echo": True, "stream": True}).text.strip().split("\n\n")[:-1]
     texts = ["", ""]
-    for choice in (json.loads(event.removeprefix("data: "))["choices"][0] for event in events):
+    for choice in (chunk["choices"][0] for chunk in chunks_of(app, CHAT, body | {"echo": True})):
         texts[choice["index"]] += choice["delta"].get("content") or ""
     assert texts == echoed
 
@@ -51,5 +49,5 @@ def test_a_request_may_have_a_template_if_it_is_trusted(engine):
         ("{{ ''.__class__.mro() }}" * 2, "unsafe"),
         ("x" * 65_537, "65536"),
     ):
-        error = error_of(call(app, "POST", CHAT, json=chat("Hi", chat_template=template)))
+        error = refusal(app, CHAT, chat("Hi", chat_template=template))
         assert error["param"] in ("messages", "chat_template") and words in error["message"]

@@ -6,8 +6,9 @@ import pytest
 
 from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.chat.serving import chat_job
-from tests.helpers.serving.server import CHAT, call, chat, data_uri, error_of, image_part, make_app, served, user
-from tests.helpers.serving.tools import CALL, COUNT, FIND, NAMED, NAMED_COUNT, tool
+from tests.helpers.serving.server import CHAT, TOKENIZE, answered, chat, data_uri, image_part, make_app, served, user
+from tests.helpers.serving.tools import CALL, COUNT, FIND, NAMED, tool
+from tests.server.refusals import check_refusal
 
 OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_call>'
 
@@ -168,13 +169,11 @@ def test_a_conversation_goes_on_with_results(client, writes):
 
 def test_results_and_calls_are_in_the_prompt(engine):
     app, turn = make_app(engine), user("How many stars?")
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {}}]}
-    message["tool_calls"][0]["function"] = {"name": "count", "arguments": ARGUMENTS["count"]}
-    body = {
-        "messages": [turn, message, {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "3"}]}]
-    }
-    tokens = call(app, "POST", "/tokenize", json=body | {"tools": [COUNT]}).json()["tokens"]
-    text = engine.tokenizer.decode(tokens)
+    called = {"id": "a", "type": "function", "function": {"name": "count", "arguments": ARGUMENTS["count"]}}
+    message = {"role": "assistant", "content": None, "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "3"}]}
+    body = {"messages": [turn, message, result], "tools": [COUNT]}
+    text = engine.tokenizer.decode(answered(app, TOKENIZE, body)["tokens"])
     assert CALL in text and "<tool_response>\n3\n</tool_response>" in text and '"name": "count", "parameters"' in text
     assert "strict" not in text
 
@@ -192,38 +191,30 @@ LONG = {f"a{i}": {"const": "\n" * 400} for i in range(45)}
     ("keys", "param", "words"),
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "is missing"),
         ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0]", "type 'function' or 'custom'"),
         ({"tools": function(name="a b")}, "tools[0].function.name", "match pattern"),
         ({"tools": function(input_schema={"a": 1})}, "tools[0].function.input_schema", "does not belong"),
         ({"tools": [COUNT | {"strict": True}]}, "tools[0].strict", "does not belong here"),
         ({"tools": [COUNT, COUNT]}, "tools[1].function.name", "the name of another tool"),
         ({"tools": [COUNT] * 129}, "tools", "at most 128 items"),
-        ({"tools": function(parameters=[])}, PARAMETERS, "valid dictionary"),
         ({"tools": function(parameters={"type": "array"})}, PARAMETERS, "must have the type 'object', got 'array'"),
-        ({"tools": function(parameters={"properties": {"a": 5}})}, PARAMETERS, "'properties'"),
         ({"tools": function(parameters={"not": {}}, strict=True)}, PARAMETERS, "'not'"),
         ({"tools": function(parameters={"not": {}}), "tool_choice": "required"}, PARAMETERS, "'not'"),
         ({"tools": function(parameters={"$ref": "#/x"}, strict=True)}, "tools", "cannot be enforced"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": NAMED, "tools": []}, "tool_choice", "needs tools"),
         ({"tools": [COUNT], "tool_choice": NAMED}, "tool_choice.function.name", "not the name of a tool"),
         ({"tools": [COUNT], "tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
-        ({"tools": [COUNT], "tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
         ({"tools": [COUNT], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "so does another field"),
         ({"tools": [COUNT], "guided_choice": ["a"]}, "tools", "exclude each other"),
         ({"tools": [COUNT], "tool_choice": "required", "beam_width": 2}, "tools", "cannot be used with beam search"),
         ({"tools": [COUNT], "parallel_tool_calls": False, "beam_width": 2}, "tools", "leave out strict, parallel_tool"),
         ({"tools": [COUNT], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts tools"),
-        ({"tools": [COUNT], "tool_choice": NAMED_COUNT, "min_tokens": 2}, "min_tokens", "contradicts tools"),
         ({"tools": [tool("f", True, **LONG), tool("g", True, **LONG)]}, "tools", "at most 65536 characters, got"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, f"{CALLS}[0].function", "is missing"),
     ],
 )  # fmt: skip
 def test_an_error_names_the_field(app, keys, param, words):
-    answer = call(app, "POST", CHAT, json=chat("Hi", **keys))
-    assert (answer.status_code, error_of(answer)["param"]) == (400, param), answer.text
-    assert words in answer.text
+    check_refusal(app, CHAT, chat("Hi", **keys), param, words)
 
 
 def test_a_function_that_cannot_be_enforced_may_be_called_freely(client, writes):

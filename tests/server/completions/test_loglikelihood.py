@@ -1,13 +1,13 @@
 """Log-probabilities of prompts from the server, as lm-eval's model `local-completions` asks for them."""
 
-import json
 import math
 from operator import itemgetter
 
 import pytest
 import torch
 
-from tests.helpers.serving.server import CHAT, COMPLETIONS, call, chat, completion, data_uri, error_of, image_part
+from tests.helpers.serving.server import CHAT, COMPLETIONS, answered, chat, chunks_of, completion, data_uri, image_part
+from tests.server.refusals import refusal
 
 CONTEXTS = ["The scene shows", "One two three", "A"]
 CONTINUATIONS = [" a red circle.", " four", " B"]
@@ -68,9 +68,7 @@ def want(hf, context: list[int], continuation: list[int]) -> tuple[float, bool]:
 @pytest.mark.parametrize("max_tokens", [1, 0])
 def test_loglikelihoods_of_lm_eval_equal_transformers(max_tokens, app, hf):
     pairs = encoded(hf)
-    answer = call(app, "POST", COMPLETIONS, json=payload([a + b for a, b in pairs], max_tokens=max_tokens))
-    assert answer.status_code == 200, answer.text
-    out = answer.json()
+    out = answered(app, COMPLETIONS, payload([a + b for a, b in pairs], max_tokens=max_tokens))
     if not max_tokens:  # older versions read up to the last token, of the prompt then
         for choice in out["choices"]:
             for column in choice["logprobs"].values():
@@ -86,9 +84,7 @@ def test_prompts_of_text_have_the_same_loglikelihoods(app, hf):
     """Requests that are not tokenized by the client."""
     texts = ["The scene shows a red circle.", "One two three four"]
     ids = [hf.tokenizer(text)["input_ids"] for text in texts]
-    found = [
-        parse_logprobs(call(app, "POST", COMPLETIONS, json=payload(prompts)).json(), [2, 2]) for prompts in (texts, ids)
-    ]
+    found = [parse_logprobs(answered(app, COMPLETIONS, payload(prompts)), [2, 2]) for prompts in (texts, ids)]
     assert found[0] == [(pytest.approx(logprob, abs=1e-4), is_greedy) for logprob, is_greedy in found[1]]
 
 
@@ -96,7 +92,7 @@ def test_an_echo_has_the_format_of_openai(app, hf):
     """Texts joined are the text; offsets say where each begins; the first token has no log-probability."""
     ids = [*hf.tokenizer("Größe 🦩 <|im_start|> x")["input_ids"]]
     body = payload(ids, max_tokens=3, logprobs=2, n=2, ignore_eos=True)
-    for choice in call(app, "POST", COMPLETIONS, json=body).json()["choices"]:
+    for choice in answered(app, COMPLETIONS, body)["choices"]:
         shown, text = choice["logprobs"], choice["text"]
         assert text.startswith("Größe 🦩 <|im_start|> x")
         lengths = {len(column) for column in shown.values()}
@@ -115,10 +111,8 @@ def test_an_echo_has_the_format_of_openai(app, hf):
 def test_a_stream_begins_with_the_echo(logprobs, max_tokens, app):
     keys = {"logprobs": logprobs, "max_tokens": max_tokens, "n": 2, "ignore_eos": True, "echo": True}
     body = completion(prompt="Größe 🦩 x", temperature=0, **keys)
-    whole = call(app, "POST", COMPLETIONS, json=body).json()["choices"]
-    lines = call(app, "POST", COMPLETIONS, json=body | {"stream": True}).text.splitlines()
-    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-    for choice in whole:
+    chunks = [chunk["choices"][0] for chunk in chunks_of(app, COMPLETIONS, body)]
+    for choice in answered(app, COMPLETIONS, body)["choices"]:
         own = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
         assert "".join(chunk["text"] for chunk in own) == choice["text"]
         if logprobs is not None:
@@ -128,9 +122,9 @@ def test_a_stream_begins_with_the_echo(logprobs, max_tokens, app):
 
 
 def test_an_echo_without_logprobs_is_the_text_alone(app):
-    plain = call(app, "POST", COMPLETIONS, json=completion(temperature=0, max_tokens=4)).json()["choices"][0]
-    echoed = call(app, "POST", COMPLETIONS, json=completion(temperature=0, max_tokens=4, echo=True)).json()
-    only = call(app, "POST", COMPLETIONS, json=completion(max_tokens=0, echo=True)).json()
+    plain = answered(app, COMPLETIONS, completion(temperature=0, max_tokens=4))["choices"][0]
+    echoed = answered(app, COMPLETIONS, completion(temperature=0, max_tokens=4, echo=True))
+    only = answered(app, COMPLETIONS, completion(max_tokens=0, echo=True))
     assert echoed["choices"][0]["text"] == "Hello" + plain["text"] and echoed["choices"][0]["logprobs"] is None
     assert only["choices"][0]["text"] == "Hello" and only["choices"][0]["finish_reason"] == "length"
     assert only["usage"]["completion_tokens"] == 0
@@ -139,7 +133,7 @@ def test_an_echo_without_logprobs_is_the_text_alone(app):
 def test_prompt_logprobs_have_the_format_of_vllm(app, hf):
     ids = hf.tokenizer("Hello world")["input_ids"]
     body = completion(prompt=ids, prompt_logprobs=2, max_tokens=0)
-    first, *found = call(app, "POST", COMPLETIONS, json=body).json()["choices"][0]["prompt_logprobs"]
+    first, *found = answered(app, COMPLETIONS, body)["choices"][0]["prompt_logprobs"]
     assert first is None
     for entry, target, row in zip(found, ids[1:], logprobs_of(hf, ids), strict=True):
         assert {*entry} == {str(target), *map(str, row.topk(2).indices.tolist())}
@@ -149,19 +143,17 @@ def test_prompt_logprobs_have_the_format_of_vllm(app, hf):
             assert shown["decoded_token"] == hf.tokenizer.decode([int(token_id)])
     # More are computed for an echo than the field shows.
     body = payload(ids, logprobs=5, prompt_logprobs=0)
-    choice = call(app, "POST", COMPLETIONS, json=body).json()["choices"][0]
+    choice = answered(app, COMPLETIONS, body)["choices"][0]
     assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * len(found)
 
 
 @pytest.mark.spawns
 def test_a_chat_with_an_image_has_prompt_logprobs(app):
     body = chat(image_part(data_uri()), "What?", max_tokens=1, prompt_logprobs=1)
-    answer = call(app, "POST", CHAT, json=body).json()
+    answer = answered(app, CHAT, body)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
     assert answer["prompt_logprobs"][0] is None and all(answer["prompt_logprobs"][1:])
-    assert call(app, "POST", CHAT, json=chat("What?", max_tokens=1)).json()["prompt_logprobs"] is None
 
 
 def test_min_tokens_need_tokens(app):
-    answer = call(app, "POST", COMPLETIONS, json=completion(max_tokens=0, echo=True, min_tokens=1))
-    assert answer.status_code == 400 and error_of(answer)["param"] == "min_tokens"
+    assert refusal(app, COMPLETIONS, completion(max_tokens=0, echo=True, min_tokens=1))["param"] == "min_tokens"

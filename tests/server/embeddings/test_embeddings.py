@@ -12,13 +12,14 @@ from tests.helpers.serving.server import (
     EMBEDDINGS,
     ENGINE,
     SCENES,
-    call,
+    TOKENIZE,
+    answered,
     data_uri,
-    error_of,
     image_part,
     metric_samples,
     user,
 )
+from tests.server.refusals import check_refusal
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,7 @@ def offline():
 
 
 def embed(app, **keys) -> dict:
-    answer = call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answered(app, EMBEDDINGS, {"model": "bundled", **keys})
 
 
 def vectors(answer: dict) -> np.ndarray:
@@ -61,7 +60,6 @@ def test_the_openai_client_gets_vectors(running, offline):
     [
         ({}, "<f4"),
         ({"endianness": "big"}, ">f4"),
-        ({"embed_dtype": "float16"}, "<f2"),
         ({"embed_dtype": "float16", "endianness": "big"}, ">f2"),
         ({"embed_dtype": "float32", "endianness": "native"}, "=f4"),
     ],
@@ -102,7 +100,7 @@ def test_a_conversation_with_an_image_has_a_vector(app, offline):
 def test_a_conversation_has_its_tools_in_the_prompt(app):
     tools = [{"type": "function", "function": {"name": "count"}}]
     given = {"messages": [user("What is this?")], "tools": tools}
-    tokens = call(app, "POST", "/tokenize", json=given).json()["tokens"]
+    tokens = answered(app, TOKENIZE, given)["tokens"]
     np.testing.assert_allclose(vectors(embed(app, **given)), vectors(embed(app, input=tokens)), atol=1e-5)
 
 
@@ -126,24 +124,15 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
         ({}, "input", "give input or messages"),
         ({"input": "a", "messages": [user("a")]}, "messages", "give input or messages"),
         ({"input": ""}, "input", "prompt is empty"),
-        ({"input": []}, "input", "at least 1"),
         ({"input": [[1], []]}, "input[1]", "at least 1"),
         ({"input": [10**6]}, "input", "token ids of a prompt must be integers in [0, 768), got 1000000"),
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
         ({"input": "a " * 40000}, "input", "maximum context length is 2048 tokens"),
-        ({"input": 5}, "input", "must be a string"),
-        (
-            {"input": "a", "dimensions": 4000},
-            "dimensions",
-            "dimensions must be at most 192, the hidden size",
-        ),
+        ({"input": "a", "dimensions": 4000}, "dimensions", "dimensions must be at most 192, the hidden size"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ({"input": "a", "pooling": "max"}, "pooling", "must be 'last' or 'mean'"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "must be 'float' or 'base64'"),
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", 'needs encoding_format "base64"'),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be at least 1, or -1"),
         ({"messages": [user("a")], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is for input"),
-        ({"input": "a", "temperature": 0}, "temperature", "is not a field"),
         ({"input": "a", "allow_special_tokens": True}, "allow_special_tokens", "not allowed by this server"),
         ({"messages": [user(image_part("data:,x"))]}, "messages[0].content[0].image_url.url", "image"),
         ({"input": "a", "cache_salt": "x"}, "cache_salt", "cache_salt is for messages"),
@@ -153,7 +142,4 @@ def test_embeddings_are_no_completions_in_the_metrics(app):
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
 def test_an_error_names_the_field(app, keys, param, words):
-    answer = call(app, "POST", EMBEDDINGS, json={"model": "bundled", **keys})
-    error = error_of(answer)
-    assert answer.status_code == (404 if param == "model" else 400), answer.text
-    assert error["param"] == param and words in error["message"], error
+    check_refusal(app, EMBEDDINGS, {"model": "bundled", **keys}, param, words)

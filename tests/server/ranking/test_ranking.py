@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from tests.helpers.serving.server import EMBEDDINGS, call, error_of, make_app
+from tests.helpers.serving import server
+from tests.helpers.serving.server import EMBEDDINGS, make_app
+from tests.server.refusals import check_refusal, refusal
 
 BODIES = {"/rerank": {"query": "a", "documents": ["b"]}, "/score": {"text_1": "a", "text_2": "b"}}
 QUERY, DOCUMENTS = "A red star", ["A blue circle", "The red star", "A red star", "Nothing"]
 
 
 def answered(app, path: str, **body) -> dict:
-    answer = call(app, "POST", path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.answered(app, path, body)
 
 
 def similarities(app, queries: list[str], documents: list[str], **keys) -> np.ndarray:
@@ -86,12 +86,8 @@ def test_embeddings_are_made_as_the_request_says(keys, app):
     ("path", "body", "param", "words"),
     [
         ("/rerank", {"documents": ["a"]}, "query", "missing"),
-        ("/rerank", {"query": "a"}, "documents", "missing"),
         ("/rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
-        ("/rerank", {"query": "a", "documents": "b"}, "documents", "list"),
-        ("/rerank", {"query": "", "documents": ["b"]}, "query", "at least 1"),
         ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1]", "at least 1"),
-        ("/rerank", {"query": "a", "documents": ["b", {"content": []}]}, "documents[1]", 'a string, or {"text"'),
         ("/rerank", {"query": "a", "documents": [{"text": "a", "title": "b"}]}, "documents[0]", "and nothing else"),
         ("/rerank", {"query": "a", "documents": ["b", "<|image_pad|>", "c"]}, "documents[1]", "placeholder"),
         ("/score", {"text_1": "<|image_pad|>", "text_2": ["b", "c"]}, "text_1", "placeholder"),
@@ -108,14 +104,11 @@ def test_embeddings_are_made_as_the_request_says(keys, app):
         ("/score", {"text_1": "a"}, "documents", "give one of documents"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1", "as many as text_2, 3, got 2"),
         ("/score", {"text_1": [], "text_2": ["a"]}, "text_1", "at least 1"),
-        ("/score", {"text_1": 5, "text_2": ["a"]}, "text_1", "string"),
         ("/score", {"text_1": "a", "text_2": ["a", None]}, "text_2[1]", "string"),
     ],
 )
 def test_bodies_that_cannot_be_compared_are_refused_with_the_field(path, body, param, words, app):
-    answer = call(app, "POST", path, json=body)
-    assert answer.status_code in (400, 404) and error_of(answer)["param"] == param
-    assert words in error_of(answer)["message"]
+    check_refusal(app, path, body, param, words)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/score"])
@@ -124,4 +117,4 @@ def test_requests_are_logged(engine, path, mode, caplog):
     app = make_app(engine, log_requests=mode)
     assert answered(app, path, **BODIES[path])["id"] in caplog.text
     too_long = BODIES[path] | {"query" if path == "/rerank" else "text_1": "a " * 5000}
-    assert call(app, "POST", path, json=too_long).status_code == 400
+    refusal(app, path, too_long)
