@@ -33,6 +33,7 @@ from tests.helpers.serving.server import (
     video_part,
     wait_for,
 )
+from tests.server.refusals import check_refusal
 
 
 def raising(error: Exception):
@@ -79,9 +80,8 @@ def test_more_prompts_than_the_capacity_are_a_400(engine, monkeypatch):
     monkeypatch.setattr(engine, "max_requests", 2)
     app = make_app(engine)
     assert call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b"])).status_code == 200
-    answer = call(app, "POST", COMPLETIONS, json=completion(prompt=["a", "b", "c"]))
-    assert answer.status_code == 400 and error_of(answer)["param"] == "prompt"
-    assert "3 prompts; at most 2 are accepted" in error_of(answer)["message"]
+    body = completion(prompt=["a", "b", "c"])
+    check_refusal(app, COMPLETIONS, body, "prompt", "3 prompts; at most 2 are accepted")
 
 
 @pytest.mark.spawns
@@ -255,27 +255,20 @@ def test_too_little_memory_for_an_image_is_a_503(engine, monkeypatch, caplog, st
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("place", "part"),
     [
-        "mmvllm.server.http.body.json.loads",
-        "mmvllm.server.common.media.fetch",
-        "mmvllm.server.chat.serving.chat_params",
+        ("http.body.json.loads", "Hi"),
+        ("common.media.fetch", image_part(data_uri())),
+        ("chat.serving.chat_params", "Hi"),
+        ("common.job_response.usage_of", "Hi"),
     ],
 )
-def test_too_little_memory_for_a_request_is_a_503(engine, monkeypatch, caplog, place):
-    app, body = make_app(engine), json.dumps(chat(image_part(data_uri())))
+def test_too_little_memory_for_a_request_or_its_response_is_a_503(engine, monkeypatch, caplog, place, part):
+    app, body = make_app(engine), json.dumps(chat(part, max_tokens=1))
     with monkeypatch.context() as patch:
-        patch.setattr(place, raising(MemoryError()))
+        patch.setattr(f"mmvllm.server.{place}", raising(MemoryError()))
         answer = call(app, "POST", CHAT, content=body, headers={"Content-Type": "application/json"})
     check_out_of_memory(answer)
-    assert not caplog.records
-
-
-def test_too_little_memory_for_a_response_is_a_503(engine, monkeypatch, caplog):
-    app = make_app(engine)
-    with monkeypatch.context() as patch:
-        patch.setattr("mmvllm.server.common.job_response.usage_of", raising(MemoryError()))
-        check_out_of_memory(call(app, "POST", COMPLETIONS, json=completion()))
     wait_for(lambda: is_idle(engine))
     assert not caplog.records
 

@@ -30,7 +30,7 @@ def offline():
 
 def create(client, *parts, **keys):
     body = chat(*parts, **keys)
-    extras = {name: body.pop(name) for name in ("top_k", "min_p", "ignore_eos", "max_pixels") if name in body}
+    extras = {name: body.pop(name) for name in ("ignore_eos",) if name in body}
     return client.chat.completions.create(**body, extra_body=extras)
 
 
@@ -119,21 +119,6 @@ def test_choices_differ_and_a_seed_reproduces_them(client):
     assert texts != [choice.message.content for choice in create(client, "Hello", **keys | {"seed": 8}).choices]
 
 
-def test_sampling_is_random_by_default_and_top_k_reaches_the_engine(client):
-    body = chat("Hello", max_tokens=24, ignore_eos=True)
-    del body["temperature"]
-    extras = {"ignore_eos": body.pop("ignore_eos")}
-    drawn = {
-        client.chat.completions.create(**body, seed=seed, extra_body=extras).choices[0].message.content
-        for seed in range(4)
-    }
-    greedy = {
-        client.chat.completions.create(**body, seed=seed, extra_body=extras | {"top_k": 1}).choices[0].message.content
-        for seed in range(2)
-    }
-    assert len(drawn) > 1 and len(greedy) == 1
-
-
 @pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_completion_ends_before_a_stop_string(client, offline, streams):
@@ -145,12 +130,6 @@ def test_a_completion_ends_before_a_stop_string(client, offline, streams):
     assert got == ([text[: text.index(stop)]], ["stop"])
     [choice] = create(client, part, QUESTION, stop=stop).choices
     assert choice.message.content == text[: text.index(stop)] and choice.stop_reason == stop
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens_limits_the_completion(client, name):
-    answer = create(client, "Hello", **{name: 3}, ignore_eos=True)
-    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
 
 
 @pytest.mark.slow
@@ -230,13 +209,6 @@ def test_top_logprobs_of_completions_include_the_sampled_token(client):
         assert logprob <= top[token] == max(top.values()) or top[token] == logprob
 
 
-def test_the_model_is_listed(client):
-    [model] = client.models.list().data
-    assert model.id == "bundled" and client.models.retrieve("bundled").id == "bundled"
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt-4' does not exist; served: 'bundled'"):
-        client.models.retrieve("gpt-4")
-
-
 @pytest.mark.spawns
 def test_errors_have_the_class_param_and_code_that_clients_expect(client):
     with pytest.raises(openai.NotFoundError) as missing:
@@ -247,16 +219,6 @@ def test_errors_have_the_class_param_and_code_that_clients_expect(client):
     assert bad.value.param == "messages[0].content[1].image_url.url" and "not an image" in bad.value.message
     with pytest.raises(openai.BadRequestError, match="temperature: Input should be less than or equal to 2"):
         create(client, "Hello", temperature=3)
-    with pytest.raises(openai.BadRequestError, match=r"fetches no URLs.*allowed_domains"):
-        create(client, image_part("http://127.0.0.1/a.png"), "Hello")
     with pytest.raises(openai.BadRequestError, match=r"prompt has .* tokens") as long:
         create(client, "Hello " * 2000)
     assert (long.value.param, long.value.code) == ("messages", "context_length_exceeded")
-
-
-def test_the_clients_stream_helper_works(client):
-    with client.chat.completions.stream(
-        model="bundled", messages=[user("Hello")], temperature=0, max_tokens=4
-    ) as stream:
-        events = list(stream)
-    assert events[-1].type == "content.done" or stream.get_final_completion().choices[0].message.content is not None

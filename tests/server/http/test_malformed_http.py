@@ -37,29 +37,22 @@ def with_target(target: bytes, method: bytes = b"GET") -> bytes:
 
 MALFORMED = {
     "content-length and transfer-encoding": (400, with_lines(CHUNKED, LENGTH)),
-    "transfer-encoding and content-length": (400, with_lines(WHOLE, b"Transfer-Encoding: chunked\r\n")),
     "content-length twice": (400, with_lines(WHOLE, LENGTH)),
-    "two content-lengths": (400, with_lines(WHOLE, b"Content-Length: 1\r\n")),
     "list of content-lengths": (400, WHOLE.replace(LENGTH, LENGTH[:-2] + b", %d\r\n" % len(BODY))),
     "signed content-length": (400, WHOLE.replace(b"Length: ", b"Length: +")),
     "empty content-length": (400, WHOLE.replace(LENGTH, b"Content-Length:\r\n")),
-    "all lines end with LF": (400, WHOLE.replace(b"\r\n", b"\n")),
+    "endless content-length": (400, WHOLE.replace(LENGTH, b"Content-Length: " + b"9" * 5000 + b"\r\n")),
     "one line ends with LF": (400, with_lines(WHOLE, b"X: a\n")),
     "empty line ends with LF": (400, WHOLE.replace(b"\r\n\r\n", b"\r\n\n")),
     "carriage return in a value": (400, with_lines(WHOLE, b"X: a\rb\r\n")),
     "folded line, space": (400, with_lines(WHOLE, b"X: a\r\n b\r\n")),
     "folded line, tab": (400, with_lines(WHOLE, b"X: a\r\n\tb\r\n")),
-    "folded transfer-encoding": (400, CHUNKED.replace(b"Encoding: ", b"Encoding:\r\n ")),
     "space before the colon": (400, with_lines(WHOLE, b"X : a\r\n")),
-    "no colon": (400, with_lines(WHOLE, b"X\r\n")),
     "NUL in a value": (400, with_lines(WHOLE, b"X: a\0b\r\n")),
-    "NUL in a name": (400, with_lines(WHOLE, b"X\0: a\r\n")),
     "coding before chunked": (400, CHUNKED.replace(b"chunked", b"gzip, chunked")),
-    "other coding": (400, CHUNKED.replace(b"chunked", b"xchunked")),
     "chunked twice": (400, with_lines(CHUNKED, b"Transfer-Encoding: chunked\r\n")),
     "vertical tab before chunked": (400, CHUNKED.replace(b"chunked", b"\x0bchunked")),
     "transfer-encoding in HTTP/1.0": (400, CHUNKED.replace(b"HTTP/1.1", b"HTTP/1.0")),
-    "chunk size is no number": (400, head(COMPLETIONS, None) + b"zz\r\n"),
     "negative chunk size": (400, head(COMPLETIONS, None) + b"-5\r\nhello"),
     "prefixed chunk size": (400, head(COMPLETIONS, None) + b"0x5\r\nhello"),
     "endless chunk extension": (431, head(COMPLETIONS, None) + b"5;" + b"a" * 20_000),
@@ -67,27 +60,21 @@ MALFORMED = {
     "LF after a chunk size": (400, head(COMPLETIONS, None) + b"5\nhello"),
     "LF after the last chunk": (400, CHUNKED.replace(b"\r\n0\r\n\r\n", b"\r\n0\r\n\n")),
     "trailer": (400, CHUNKED.replace(b"0\r\n\r\n", b"0\r\nX: y\r\n\r\n")),
-    "trailer with LF": (400, CHUNKED.replace(b"0\r\n\r\n", b"0\r\nX: y\n\n")),
     "unfinished trailer": (400, CHUNKED.replace(b"0\r\n\r\n", b"0\r\nX: y\r\n")),
     "malformed chunk of a HEAD request": (400, head("/health", None).replace(b"POST", b"HEAD") + b"zz\r\n"),
     "absolute target": (400, with_target(b"http://x/health")),
-    "asterisk target": (400, with_target(b"*", b"OPTIONS")),
     "authority target": (400, with_target(b"x:443", b"CONNECT")),
     "non-ASCII target": (400, with_target("/é".encode())),
     "space in the target": (400, with_target(b"/a b")),
     "no host": (400, GET.replace(b"Host: x\r\n", b"")),
     "two hosts": (400, with_lines(GET, b"Host: x\r\n")),
     "host with a bracket": (400, GET.replace(b"Host: x", b"Host: [")),
-    "host with a path": (400, GET.replace(b"Host: x", b"Host: x/y")),
     "host with a user": (400, GET.replace(b"Host: x", b"Host: a@x")),
     "HTTP/2 preface": (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-    "HTTP/2.0": (400, GET.replace(b"HTTP/1.1", b"HTTP/2.0")),
     "no version": (400, GET.replace(b" HTTP/1.1", b"")),
-    "lower-case version": (400, GET.replace(b"HTTP", b"http")),
     "only line ends": (400, b"\n\n\n"),
+    "TLS": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200)),
     "long header": (431, with_lines(GET, b"X: " + b"a" * parser.MAX_HEAD_BYTES + b"\r\n")),
-    "long target": (431, with_target(b"/" + b"a" * parser.MAX_HEAD_BYTES)),
-    "many headers": (431, with_lines(GET, b"a:\r\n" * 5000)),
     "many short headers": (431, with_lines(GET, b"a:\r\n" * parser.MAX_HEAD_LINES)),
 }
 
@@ -142,9 +129,9 @@ def test_known_expectations_and_encodings_are_accepted(connection, line):
 
 
 def test_a_malformed_request_after_a_valid_one_gets_its_own_response(connection):
-    connection.sendall(WHOLE + CHUNKED + with_lines(CHUNKED, LENGTH) + WHOLE)
+    connection.sendall(WHOLE + post("/nowhere", {}) + CHUNKED + with_lines(CHUNKED, LENGTH) + WHOLE)
     statuses = [answer[:3] for answer in receive_all(connection).split(b"HTTP/1.1 ")[1:]]
-    assert statuses == [b"200", b"200", b"400"]
+    assert statuses == [b"200", b"404", b"200", b"400"]  # in the order of the requests
 
 
 def test_what_follows_a_refused_request_is_not_a_request(running, connection):

@@ -18,11 +18,11 @@ from tests.helpers.serving.server import (
     call,
     chat,
     data_uri,
-    error_of,
     image_part,
     make_app,
     user,
 )
+from tests.server.refusals import check_refusal, refusal
 
 INCLUDE = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "count", "parameters": {"type": "object", "properties": {"most": {"enum": [1, 2]}}}}
@@ -43,8 +43,7 @@ def post(app, **body) -> dict:
 
 
 def text_of(app, *messages: dict) -> str:
-    answer = call(app, "POST", CHAT, json=chat(messages=[*messages], max_tokens=12))
-    return answer.json()["choices"][0]["message"]["content"]
+    return answered(app, CHAT, chat(messages=[*messages], max_tokens=12))["choices"][0]["message"]["content"]
 
 
 @pytest.mark.network
@@ -184,8 +183,7 @@ def test_what_is_stored_of_a_call_is_a_text(arguments):
 
 def test_metadata_and_instructions_evict_no_other_response(engine, app):
     for metadata in ({"a": "a" * 513}, {"a" * 65: "a"}, {str(i): "a" for i in range(17)}):
-        refused = call(app, "POST", RESPONSES, json={"input": "Hi", "metadata": metadata})
-        assert refused.status_code == 400 and error_of(refused)["param"].startswith("metadata")
+        assert refusal(app, RESPONSES, {"input": "Hi", "metadata": metadata})["param"].startswith("metadata")
     most = post(app, input="Hi", metadata={f"{i:064}": "é" * 512 for i in range(16)})
     assert most["store"] and len(most["metadata"]) == 16
     small = make_app(engine, max_stored_bytes=8_000)
@@ -202,14 +200,13 @@ def test_metadata_and_instructions_evict_no_other_response(engine, app):
 def test_long_arguments_of_a_call_keep_no_one_waiting(app, text):
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": text}
     begin = time.thread_time()
-    error = error_of(call(app, "POST", RESPONSES, json={"input": [item]}))
+    error = refusal(app, RESPONSES, {"input": [item]})
     assert time.thread_time() - begin < 2 and error["code"] == "context_length_exceeded"
 
 
 def test_calls_that_follow_each_other_are_limited(app):
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-    error = error_of(call(app, "POST", RESPONSES, json={"input": [item] * 129}))
-    assert (error["param"], error["message"]) == ("input", "input: more than 128 calls follow each other")
+    check_refusal(app, RESPONSES, {"input": [item] * 129}, "input", "input: more than 128 calls follow each other")
 
 
 @pytest.mark.parametrize("depth", [30, 240, 300])
@@ -223,8 +220,8 @@ def test_a_conversation_with_nested_arguments_goes_on(app, depth):
 def test_a_stored_conversation_is_counted_in_the_bytes_of_a_request(engine):
     app = make_app(engine, max_bodies_bytes=1500)
     made = post(app, input="x" * 300)
-    answer = call(app, "POST", RESPONSES, json={"input": "And now?", "previous_response_id": made["id"]})
-    assert answer.status_code == 429 and error_of(answer)["code"] == "engine_busy"
+    error = refusal(app, RESPONSES, {"input": "And now?", "previous_response_id": made["id"]}, 429)
+    assert error["code"] == "engine_busy"
     post(app, input="x" * 300)  # its bytes are free again
 
 
@@ -242,8 +239,7 @@ def test_many_references_to_one_item_are_quick(app):
     made = post(app, input="Hi", max_output_tokens=400, ignore_eos=True, top_logprobs=20)
     reference = {"type": "item_reference", "id": made["output"][0]["id"]}
     begin = time.thread_time()
-    answer = call(app, "POST", RESPONSES, json={"input": [user("Hi"), *[reference] * 4000]})
-    assert answer.status_code == 400 and error_of(answer)["param"] == "input"
+    assert refusal(app, RESPONSES, {"input": [user("Hi"), *[reference] * 4000]})["param"] == "input"
     assert time.thread_time() - begin < 5
     stored = call(app, "GET", f"{RESPONSES}/{made['id']}").json()
     assert len(made["output"][0]["content"][0].pop("logprobs")) == 400
@@ -254,7 +250,7 @@ def test_many_references_to_one_item_are_quick(app):
 @pytest.mark.parametrize("keys", [{"include": INCLUDE}, {"top_logprobs": 3}, {"include": INCLUDE, "top_logprobs": 3}])
 def test_log_probabilities_are_those_of_a_chat(app, client, keys):
     asked = chat("Hello", max_tokens=12, logprobs=True, top_logprobs=keys.get("top_logprobs", 0))
-    want = call(app, "POST", CHAT, json=asked).json()["choices"][0]["logprobs"]["content"]
+    want = answered(app, CHAT, asked)["choices"][0]["logprobs"]["content"]
     whole = create(client, **keys)
     events = [*create(client, stream=True, **keys)]
     for response in (whole, events[-1].response):
@@ -271,6 +267,4 @@ def test_log_probabilities_are_those_of_a_chat(app, client, keys):
 def test_a_response_has_a_limited_number_of_log_probabilities(app, monkeypatch):
     monkeypatch.setattr("mmvllm.server.common.response_builder.MAX_LOGPROBS_OF_RESPONSE", 10)
     body = {"input": "Hi", "top_logprobs": 5, "max_output_tokens": 4, "ignore_eos": True}
-    answer = call(app, "POST", RESPONSES, json=body)
-    assert answer.status_code == 400 and error_of(answer)["param"] == "top_logprobs"
-    assert "lower top_logprobs, or max_output_tokens" in answer.text
+    check_refusal(app, RESPONSES, body, "top_logprobs", "lower top_logprobs, or max_output_tokens")
