@@ -6,8 +6,13 @@ from tests.helpers.serving.server import call, error_of
 
 
 def refusal(app: FastAPI, path: str, body: object, status: int = 400) -> dict:
-    """The error of a request that is refused with this status."""
-    answer = call(app, "POST", path, json=body)
+    """The error of a request that is refused with this status; bytes are sent as they are."""
+    keys = (
+        {"content": body, "headers": {"Content-Type": "application/json"}}
+        if isinstance(body, bytes)
+        else {"json": body}
+    )
+    answer = call(app, "POST", path, **keys)
     assert answer.status_code == status, answer.text
     return error_of(answer)
 

@@ -8,10 +8,8 @@ import openai
 import pytest
 
 from mmvllm import LLM, SamplingParams
-from mmvllm.server.app import build_app
-from mmvllm.server.settings import ServerSettings
 from tests.helpers.engine.requests import ask
-from tests.helpers.serving.server import ENGINE, SCENES, call, chat, data_uri, image_part, user
+from tests.helpers.serving.server import ENGINE, SCENES, chat, data_uri, image_part, user
 
 QUESTION = "Describe this image."
 
@@ -132,17 +130,6 @@ def test_a_completion_ends_before_a_stop_string(client, offline, streams):
     assert choice.message.content == text[: text.index(stop)] and choice.stop_reason == stop
 
 
-@pytest.mark.slow
-def test_without_max_tokens_a_completion_may_fill_the_context(checkpoint):
-    from mmvllm.entrypoints.async_llm import AsyncLLM
-
-    engine = AsyncLLM(checkpoint, **ENGINE | {"max_model_len": 64})
-    app = build_app(engine, ServerSettings(model_names=("bundled",)))
-    answer = call(app, "POST", "/v1/chat/completions", json=chat("Hello", ignore_eos=True)).json()
-    asyncio.run(engine.shutdown())
-    assert answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
-
-
 @pytest.mark.spawns
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_token_has_logprobs(client, offline, streams):
@@ -207,6 +194,10 @@ def test_top_logprobs_of_completions_include_the_sampled_token(client):
     assert {len(top) for top in shown} == {1, 2}  # the sampled token is the most likely one, or is added
     for token, logprob, top in zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, shown, strict=True):
         assert logprob <= top[token] == max(top.values()) or top[token] == logprob
+
+
+def test_the_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["bundled"]
 
 
 @pytest.mark.spawns

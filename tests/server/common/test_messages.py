@@ -19,7 +19,6 @@ from tests.helpers.serving.server import (
     chat,
     completion,
     data_uri,
-    error_of,
     image_part,
     png,
     user,
@@ -142,8 +141,7 @@ def test_a_body_may_begin_with_a_byte_order_mark(app):
 
 def test_bytes_that_are_not_utf_8_are_refused(app):
     data = json.dumps(chat("x")).encode().replace(b'"x"', b'"\xed\xa0\xbd"')
-    answer = call(app, "POST", CHAT, content=data, headers={"Content-Type": "application/json"})
-    assert "not valid Unicode" in error_of(answer)["message"]
+    assert "not valid Unicode" in refusal(app, CHAT, data)["message"]
 
 
 NULLS = {"type": "object", "properties": None, "required": None}

@@ -10,8 +10,8 @@ from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.chat.serving import chat_job, chat_params
 from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.completions.serving import completion_job, completion_params
-from tests.helpers.models.generation import QWEN2_5_VL, QWEN3_VL, bundled_with
-from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app, served, user
+from tests.helpers.models.generation import bundled_with
+from tests.helpers.serving.server import ENGINE, chat, served, user
 
 OWN = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "min_p": 0.1, "presence_penalty": 1.5}
 GIVEN = {"temperature": 0.0, "top_p": 0.3, "top_k": 0, "repetition_penalty": 1.2, "min_p": 0.0, "presence_penalty": 0.0}
@@ -74,37 +74,6 @@ def test_do_sample_false_is_greedy_unless_a_request_gives_a_temperature(engine_w
     assert both(engine).temperature == 0
     assert both(engine, top_p=0.5).temperature == 0
     assert both(engine, temperature=0.4).temperature == 0.4
-
-
-def texts(engine: AsyncLLM, **fields) -> set[str]:
-    """The completions of several unseeded chats and prompts."""
-    asked = {"model": "bundled", "max_tokens": 12, **fields}
-    bodies = [(CHAT, {"messages": [user("Describe it.")]}), (COMPLETIONS, {"prompt": "A small"})]
-    found = set()
-    for path, body in bodies:
-        for _ in range(4):
-            response = call(make_app(engine), "POST", path, json=asked | body)
-            assert response.status_code == 200, response.text
-            choice = response.json()["choices"][0]
-            found.add(choice["text"] if "text" in choice else choice["message"]["content"])
-    return found
-
-
-@pytest.mark.slow
-def test_a_request_without_parameters_is_sampled_as_the_checkpoint_says(engine_with):
-    greedy = texts(engine_with(QWEN3_VL), temperature=0)
-    assert len(greedy) == 2  # of the chat and of the prompt, whatever top_k the checkpoint gives
-    assert texts(engine_with({"do_sample": False})) == greedy
-    assert texts(engine_with(QWEN2_5_VL), repetition_penalty=1.0) == greedy
-    assert len(texts(engine_with({"temperature": 5.0}))) > 2
-    assert len(texts(engine_with({}))) > 2  # as OpenAI's
-
-
-@pytest.mark.slow
-def test_the_schema_says_where_defaults_come_from(engine_with):
-    schema = call(make_app(engine_with({})), "GET", "/openapi.json").json()["components"]["schemas"]
-    for name in OWN:
-        assert "generation_config.json" in schema["ChatRequest"]["properties"][name]["description"]
 
 
 def test_default_parameters_are_those_of_openai():

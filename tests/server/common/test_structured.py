@@ -79,14 +79,6 @@ class Scene(BaseModel):
 
 
 @pytest.mark.spawns
-def test_the_openai_client_parses_a_pydantic_model(running):
-    with running.client() as client:
-        done = client.chat.completions.parse(
-            **chat("Which colour?", max_tokens=200, temperature=1, seed=5), response_format=Scene
-        )
-    assert isinstance(done.choices[0].message.parsed, Scene)
-
-
 def test_the_openai_client_streams_a_pydantic_model(running):
     body = chat("Which colour?", max_tokens=200, temperature=1, seed=5)
     with running.client() as client, client.chat.completions.stream(**body, response_format=Scene) as stream:

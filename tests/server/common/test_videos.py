@@ -19,7 +19,6 @@ from tests.helpers.serving.server import (
     ENGINE,
     SCENES,
     answered,
-    call,
     chat,
     data_uri,
     image_part,
@@ -64,16 +63,7 @@ def create(client, *parts: str | dict, **keys):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize(
-    ("name", "codec", "pix_fmt"),
-    [
-        ("a.mp4", "libx264", "yuv420p"),
-        ("a.mov", "mpeg4", "yuv420p"),
-        ("a.webm", "libvpx-vp9", "yuv420p"),
-        ("a.mkv", "libsvtav1", "yuv420p"),
-        ("a.gif", "gif", "rgb8"),
-    ],
-)
+@pytest.mark.parametrize(("name", "codec", "pix_fmt"), [("a.webm", "libvpx-vp9", "yuv420p"), ("a.gif", "gif", "rgb8")])
 def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, pix_fmt):
     path = make_clip(tmp_path / name, codec=codec, pix_fmt=pix_fmt)
     expected = offline(llm, {"type": "video", "video": str(path)}, QUESTION)
@@ -84,25 +74,6 @@ def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, p
     details = usage.prompt_tokens_details.model_dump()
     assert (details["video_tokens"], details["image_tokens"]) == (expected.num_video_tokens, 0)
     assert expected.num_video_tokens > 0
-
-
-@pytest.mark.spawns
-@pytest.mark.parametrize(
-    ("given", "plain"),
-    [
-        ({"fps": 2, "do_sample_frames": True}, {"fps": 2}),
-        (
-            {"fps": [2.0], "size": {"shortest_edge": 3136, "longest_edge": 12544}},
-            {"fps": 2, "min_pixels": 3136, "max_pixels": 12544},
-        ),
-        ({"do_sample_frames": False}, {"num_frames": 24}),
-    ],
-)
-def test_arguments_of_the_vendors_processors_have_their_meaning(client, clip, given, plain):
-    parts = video_part(video_uri(clip)), image_part(data_uri()), QUESTION
-    answers = [create(client, *parts, mm_processor_kwargs=keys) for keys in (given, plain)]
-    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
-    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
 @pytest.mark.spawns
@@ -150,12 +121,9 @@ def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
 @pytest.mark.parametrize(
     "options",
     [
-        {"fps": 1},
         {"fps": 0.5, "min_frames": 2},
         {"nframes": 6},
-        {"max_frames": 4},
-        {"video_start": 1, "video_end": 2.5},
-        {"min_pixels": 28 * 28 * 40},
+        {"max_frames": 4, "video_start": 1, "video_end": 2.5},
         {"min_pixels": 28 * 28 * 20, "max_pixels": 28 * 28 * 30, "total_pixels": 28 * 28 * 400},
     ],
     ids=str,
@@ -169,7 +137,13 @@ def test_options_of_a_part_are_those_of_qwen_vl_utils(client, llm, clip, options
 
 @pytest.mark.spawns
 @pytest.mark.parametrize(
-    "kwargs", [{"fps": 4}, {"num_frames": 10}, {"min_pixels": 30000, "max_pixels": 35000}], ids=str
+    "kwargs",
+    [
+        {"fps": [4.0], "size": {"shortest_edge": 30000, "longest_edge": 35000}},  # as the vendors' processors have it
+        {"num_frames": 10},
+        {"do_sample_frames": False},
+    ],
+    ids=str,
 )
 def test_processor_kwargs_are_those_of_the_request(client, llm, clip, kwargs):
     image, keys = Image.open(SCENES[0]), {"mm_processor_kwargs": kwargs}
@@ -219,11 +193,3 @@ def test_the_default_size_of_a_body_follows_from_that_of_a_video():
     assert settings.body_bytes(takes_videos=True) == (32 + 400) * MiB
     assert settings.body_bytes(takes_videos=False) == 32 * MiB
     assert replace(settings, max_body_bytes=7).body_bytes(takes_videos=True) == 7
-
-
-@pytest.mark.slow
-def test_the_schema_has_the_parts_and_the_options(app):
-    schemas = call(app, "GET", "/openapi.json").json()["components"]["schemas"]
-    assert {"fps", "nframes", "video_start", "total_pixels"} <= schemas["VideoPart"]["properties"].keys()
-    names = {"fps", "num_frames", "do_sample_frames", "min_pixels", "max_pixels", "jpeg_draft"}
-    assert schemas["ProcessorKwargs"]["properties"].keys() == names

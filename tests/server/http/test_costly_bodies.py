@@ -71,14 +71,13 @@ def test_an_error_is_small_even_if_what_is_wrong_is_not(app, body):
 
 def test_long_integers_are_refused_before_they_are_parsed(app):
     numbers = ",".join(["9" * 4000] * 3000)  # parsing them all takes 2.5 s
-    answer = call(app, "POST", CHAT, content=f'{{"metadata": [{numbers}], and no JSON after them', headers=JSON)
-    assert answer.status_code == 400
-    assert "an integer must have at most 500 digits, got 4000" in error_of(answer)["message"]
+    body = f'{{"metadata": [{numbers}], and no JSON after them'.encode()
+    check_refusal(app, CHAT, body, None, "an integer must have at most 500 digits, got 4000")
 
 
 def test_many_escapes_are_refused_before_they_are_parsed(app):
-    answer = call(app, "POST", CHAT, content='{"metadata": "' + "\\/" * 5_000_001 + " and no JSON", headers=JSON)
-    assert answer.status_code == 400 and error_of(answer)["message"] == "the body has more than 5000000 backslashes"
+    body = b'{"metadata": "' + b"\\/" * 5_000_001 + b" and no JSON"
+    check_refusal(app, CHAT, body, None, "the body has more than 5000000 backslashes")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from mmvllm.server.http import body as body_module
 from mmvllm.server.http import large_bodies
 from mmvllm.server.http.body import parse
 from mmvllm.server.http.large_bodies import MIN_LENGTH, set_aside
-from tests.helpers.serving.server import CHAT, TOKENIZE, call, chat, data_uri, error_of, image_part
+from tests.helpers.serving.server import CHAT, TOKENIZE, answered, chat, data_uri, image_part
+from tests.server.refusals import refusal
 
 MEDIA = base64.b64encode(bytes(range(256)) * 40).decode()
 
@@ -121,10 +122,8 @@ def test_what_is_no_json_stays_none(text, data):
 
 @pytest.mark.spawns
 def test_a_request_with_large_images_is_answered(app, small_limit):
-    body = chat(image_part(data_uri()), max_tokens=1)
-    assert call(app, "POST", CHAT, json=body).is_success
-    answer = call(app, "POST", TOKENIZE, json={"prompt": "two words " * 2000})
-    assert answer.status_code == 413 and "bytes outside data URIs" in error_of(answer)["message"]
+    answered(app, CHAT, chat(image_part(data_uri()), max_tokens=1))
+    assert "bytes outside data URIs" in refusal(app, TOKENIZE, {"prompt": "two words " * 2000}, 413)["message"]
 
 
 def test_base64_of_many_megabytes_takes_no_seconds():

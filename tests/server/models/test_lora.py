@@ -14,7 +14,7 @@ from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.engine.data_parallel import DATA_PARALLEL
 from tests.helpers.models.adapters import make_adapter
-from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app, serving
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app
 from tests.server.refusals import check_refusal, refusal
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -165,20 +165,6 @@ def test_a_server_does_not_start_with_an_adapter_that_cannot_be_used(engine, ada
 def test_wrong_options(words, message, capsys):
     assert main(["serve", *words]) != 0
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.network
-@pytest.mark.spawns
-def test_the_openai_client_chooses_an_adapter(engine, adapters):
-    with serving(engine, lora_modules=adapters) as running:
-        client = running.client()
-        assert [model.id for model in client.models.list()] == ["bundled", "first", "second"]
-        messages = [{"role": "user", "content": "Describe the shapes."}]
-        answers = [
-            client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=12)
-            for model in ("bundled", "second")
-        ]
-        assert len({answer.choices[0].message.content for answer in answers}) == 2
 
 
 @pytest.mark.slow
