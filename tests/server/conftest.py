@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fastapi import FastAPI
 
+from mmvllm import LLM
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.outputs import CompletionOutput, Delta, RequestOutput
 from tests.helpers.engine.engines import slow_steps
@@ -27,6 +28,13 @@ def engine_without_limit(tmp_path_factory) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(bundled_with(tmp_path_factory.mktemp("model") / "checkpoint", {"eos_token_id": 461}), **ENGINE)
     yield engine
     asyncio.run(engine.shutdown(drain=False))
+
+
+@pytest.fixture(scope="module")
+def bundled_llm() -> Iterator[LLM]:
+    """What responses of the server are compared with."""
+    with LLM(**ENGINE) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")

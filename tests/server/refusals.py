@@ -1,5 +1,7 @@
 """Requests that the server refuses."""
 
+import json
+
 from fastapi import FastAPI
 
 from tests.helpers.serving.server import call, error_of
@@ -7,12 +9,8 @@ from tests.helpers.serving.server import call, error_of
 
 def refusal(app: FastAPI, path: str, body: object, status: int = 400) -> dict:
     """The error of a request that is refused with this status; bytes are sent as they are."""
-    keys = (
-        {"content": body, "headers": {"Content-Type": "application/json"}}
-        if isinstance(body, bytes)
-        else {"json": body}
-    )
-    answer = call(app, "POST", path, **keys)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = call(app, "POST", path, content=data, headers={"Content-Type": "application/json"})
     assert answer.status_code == status, answer.text
     return error_of(answer)
 

@@ -7,23 +7,21 @@ from pathlib import Path
 import openai
 import pytest
 
-from mmvllm import LLM, SamplingParams
+from mmvllm import SamplingParams
 from tests.helpers.engine.requests import ask
-from tests.helpers.serving.server import ENGINE, SCENES, chat, data_uri, image_part, user
+from tests.helpers.serving.server import SCENES, chat, data_uri, image_part, user
 
 QUESTION = "Describe this image."
 
 
 @pytest.fixture(scope="module")
-def offline():
+def offline(bundled_llm):
     """Greedy outputs of `LLM`."""
-    llm = LLM(**ENGINE)
 
     def answer(*requests: dict, **params) -> list:
-        return llm.generate_multimodal(requests, SamplingParams(**params), use_tqdm=False)
+        return bundled_llm.generate_multimodal(requests, SamplingParams(**params), use_tqdm=False)
 
-    yield answer
-    llm.exit()
+    return answer
 
 
 def create(client, *parts, **keys):

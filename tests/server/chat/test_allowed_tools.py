@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.serving.server import CHAT, RESPONSES, answered, chat, make_app
+from tests.helpers.serving.server import CHAT, RESPONSES, answered, chat
 from tests.server.refusals import refusal
 
 
@@ -34,11 +34,6 @@ def response_keys(functions: list[dict], choice: dict | str) -> dict:
 
 def response(text: str, **keys) -> dict:
     return {"model": "bundled", "input": text, "temperature": 0, **keys}
-
-
-@pytest.fixture(scope="module")
-def app(engine_without_limit):
-    return make_app(engine_without_limit)
 
 
 def calls(app, **keys) -> list[str]:

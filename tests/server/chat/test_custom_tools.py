@@ -30,11 +30,6 @@ CODE_CALL = "<tool_call>\n" + json.dumps({"name": "code", "arguments": {"input":
 TEXT = f"I run it.\n{CODE_CALL}\n{COUNT_CALL}\n{CODE_CALL}"
 
 
-@pytest.fixture(scope="module")
-def engine(engine_without_limit):
-    return engine_without_limit
-
-
 def flat(body: dict) -> dict:
     """A tool, or a choice of one, as the Responses API has it."""
     return {"type": body["type"], **body[body["type"]]}

@@ -10,13 +10,6 @@ from tests.server.refusals import check_refusal
 FUNCTIONS = [COUNT["function"], FIND["function"]]
 STRICT = [COUNT | {"function": COUNT["function"] | {"strict": True}}]
 CALLED = {"name": "count", "arguments": '{"shape": "star", "most": 5}'}
-
-
-@pytest.fixture(scope="module")
-def engine(engine_without_limit):
-    return engine_without_limit
-
-
 NOT_ENFORCED = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
 
 

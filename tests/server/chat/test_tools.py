@@ -13,11 +13,6 @@ from tests.server.refusals import check_refusal
 OTHER = '<tool_call>\n{"name": "find", "arguments": {"color": "red"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def engine(engine_without_limit):
-    return engine_without_limit
-
-
 def ask(client, *parts, **keys):
     keys = {"tools": [COUNT, FIND]} | keys
     return client.chat.completions.create(**chat(*(parts or ("How many stars?",)), **{"max_tokens": 200} | keys))

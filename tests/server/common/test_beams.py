@@ -2,23 +2,22 @@
 
 import pytest
 
-from mmvllm import LLM, SamplingParams
+from mmvllm import SamplingParams
 from tests.helpers.engine.requests import ask
-from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, answered, chat, completion
+from tests.helpers.serving.server import CHAT, COMPLETIONS, answered, chat, completion
 
 QUESTION = "Count the shapes."
 
 
 @pytest.fixture(scope="module")
-def texts():
+def texts(bundled_llm):
     """Texts of `LLM`, by its parameters."""
-    with LLM(**ENGINE) as llm:
 
-        def texts(**params) -> list[str]:
-            output = llm.generate_multimodal([ask(QUESTION)], SamplingParams(max_tokens=8, **params))[0]
-            return [one.text for one in output.completions]
+    def texts(**params) -> list[str]:
+        output = bundled_llm.generate_multimodal([ask(QUESTION)], SamplingParams(max_tokens=8, **params))[0]
+        return [one.text for one in output.completions]
 
-        yield texts
+    return texts
 
 
 def answers(app, **fields) -> list[str]:

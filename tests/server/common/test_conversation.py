@@ -6,10 +6,8 @@ from pydantic import ValidationError
 
 from mmvllm.server.chat.protocol import ChatRequest
 from mmvllm.server.common.conversation import DetailLimits, chat_request, images_of, max_pixels_of
-from mmvllm.server.common.prompts import as_prompts
 from mmvllm.server.common.response_builder import token_name
 from mmvllm.server.common.videos import videos_of
-from mmvllm.server.completions.protocol import CompletionRequest
 from mmvllm.server.errors import ApiError
 from mmvllm.server.responses.as_chat import as_chat, messages_of
 from mmvllm.server.responses.protocol import ResponsesRequest
@@ -145,11 +143,6 @@ def test_frames_are_counted_without_making_their_urls():
     assert (video.num_frames, video.has_frames) == (10**6 + 1, True)
 
 
-def test_a_string_among_parts_is_text():
-    given = ChatRequest(model="m", messages=[{"role": "user", "content": ["Hi", "there"]}])
-    assert [part.text for part in given.messages[0].content] == ["Hi", "there"]
-
-
 def test_a_list_of_frames_and_options_of_a_video():
     urls = ["data:image/jpeg;base64,AA", "data:image/jpeg;base64,BB"]
     vendors = {"type": "video", "video": urls, "fps": 2, "max_pixels": 9000}
@@ -197,13 +190,6 @@ def test_messages_keep_their_order_and_developer_becomes_system():
 def test_ignored_fields_are_not_kept():
     body = request("Hi", user="x", metadata={"a": "b"})
     assert body.user is None and body.metadata is None
-
-
-@pytest.mark.parametrize(
-    ("prompt", "expected"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
-)
-def test_prompts_have_four_shapes(prompt, expected):
-    assert as_prompts(CompletionRequest(model="m", prompt=prompt).prompt) == expected
 
 
 def test_incomplete_utf8_is_shown_as_bytes():

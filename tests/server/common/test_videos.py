@@ -16,7 +16,6 @@ from tests.helpers.media.images import encode
 from tests.helpers.media.videos import make_clip, moving
 from tests.helpers.serving.server import (
     CHAT,
-    ENGINE,
     SCENES,
     answered,
     chat,
@@ -43,17 +42,10 @@ def clip(folder) -> Path:
     return make_clip(folder / "a.mp4")
 
 
-@pytest.fixture(scope="module")
-def llm():
-    llm = LLM(**ENGINE)
-    yield llm
-    llm.exit()
-
-
-def offline(llm: LLM, *parts: str | dict, params: dict | None = None, **keys):
+def offline(llm: LLM, *parts: str | dict, max_tokens: int = 256, **keys):
     """The greedy output of `LLM` for one turn."""
     request = {"messages": [user(*parts)], **keys}
-    return llm.generate_multimodal([request], SamplingParams(**(params or {})), use_tqdm=False)[0]
+    return llm.generate_multimodal([request], SamplingParams(max_tokens=max_tokens), use_tqdm=False)[0]
 
 
 def create(client, *parts: str | dict, **keys):
@@ -64,9 +56,9 @@ def create(client, *parts: str | dict, **keys):
 
 @pytest.mark.spawns
 @pytest.mark.parametrize(("name", "codec", "pix_fmt"), [("a.webm", "libvpx-vp9", "yuv420p"), ("a.gif", "gif", "rgb8")])
-def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, pix_fmt):
+def test_the_completion_equals_that_of_llm(client, bundled_llm, tmp_path, name, codec, pix_fmt):
     path = make_clip(tmp_path / name, codec=codec, pix_fmt=pix_fmt)
-    expected = offline(llm, {"type": "video", "video": str(path)}, QUESTION)
+    expected = offline(bundled_llm, {"type": "video", "video": str(path)}, QUESTION)
     answer = create(client, video_part(video_uri(path)), QUESTION)
     assert answer.choices[0].message.content == expected.text
     usage = answer.usage
@@ -77,8 +69,8 @@ def test_the_completion_equals_that_of_llm(client, llm, tmp_path, name, codec, p
 
 
 @pytest.mark.spawns
-def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
-    expected = offline(llm, {"type": "video", "video": str(clip)}, QUESTION).text
+def test_streams_and_several_choices_have_the_same_text(client, bundled_llm, clip):
+    expected = offline(bundled_llm, {"type": "video", "video": str(clip)}, QUESTION).text
     stream = create(client, video_part(video_uri(clip)), QUESTION, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
@@ -88,7 +80,7 @@ def test_streams_and_several_choices_have_the_same_text(client, llm, clip):
 
 
 @pytest.mark.spawns
-def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
+def test_videos_and_images_and_text_in_any_order(client, bundled_llm, folder, clip):
     other = make_clip(folder / "b.mp4", number=9, fps=4, size=(90, 60), seed=3)
     image = Image.open(SCENES[0])
     theirs = [
@@ -99,7 +91,7 @@ def test_videos_and_images_and_text_in_any_order(client, llm, folder, clip):
         *("First:", {"type": "video", "video": str(clip)}, {"type": "image", "image": image}, "then"),
         *({"type": "video", "video": str(other), "nframes": 4}, {"type": "image", "image": SCENES[1]}, QUESTION),
     ]
-    expected = offline(llm, *ours)
+    expected = offline(bundled_llm, *ours)
     answer = create(client, *theirs)
     assert answer.choices[0].message.content == expected.text
     details = answer.usage.prompt_tokens_details.model_dump()
@@ -128,8 +120,10 @@ def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
     ],
     ids=str,
 )
-def test_options_of_a_part_are_those_of_qwen_vl_utils(client, llm, clip, options):
-    expected = offline(llm, {"type": "video", "video": str(clip), **options}, QUESTION, params={"max_tokens": 4})
+def test_options_of_a_part_are_those_of_qwen_vl_utils(client, bundled_llm, clip, options):
+    expected = offline(
+        bundled_llm, {"type": "video", "video": str(clip), **options}, QUESTION, max_tokens=4
+    )
     answer = create(client, video_part(video_uri(clip), **options), QUESTION, max_tokens=4)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens
@@ -145,10 +139,10 @@ def test_options_of_a_part_are_those_of_qwen_vl_utils(client, llm, clip, options
     ],
     ids=str,
 )
-def test_processor_kwargs_are_those_of_the_request(client, llm, clip, kwargs):
+def test_processor_kwargs_are_those_of_the_request(client, bundled_llm, clip, kwargs):
     image, keys = Image.open(SCENES[0]), {"mm_processor_kwargs": kwargs}
     ours = [{"type": "video", "video": str(clip)}, {"type": "image", "image": image}]
-    expected = offline(llm, *ours, QUESTION, params={"max_tokens": 4}, **keys)
+    expected = offline(bundled_llm, *ours, QUESTION, max_tokens=4, **keys)
     answer = create(client, video_part(video_uri(clip)), image_part(data_uri()), QUESTION, max_tokens=4, **keys)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens == expected.num_prompt_tokens
@@ -166,11 +160,11 @@ def test_a_requests_own_bounds_are_for_images_only(client, clip):
 
 
 @pytest.mark.spawns
-def test_frames_as_jpegs_are_a_video(client, llm):
+def test_frames_as_jpegs_are_a_video(client, bundled_llm):
     frames = [Image.fromarray(one) for one in moving(6, 56, 84)]
     data = [encode(frame, "JPEG") for frame in frames]
     uri = "data:video/jpeg;base64," + ",".join(base64.b64encode(one).decode() for one in data)
-    expected = offline(llm, {"type": "video", "video": data, "fps": 4}, QUESTION)
+    expected = offline(bundled_llm, {"type": "video", "video": data, "fps": 4}, QUESTION)
     answer = create(client, video_part(uri, fps=4), QUESTION)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens > 0

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmvllm import LLM
 from tests.helpers.engine.requests import ask
 from tests.helpers.serving.server import (
     EMBEDDINGS,
-    ENGINE,
     SCENES,
     TOKENIZE,
     answered,
@@ -23,10 +21,8 @@ from tests.server.refusals import check_refusal
 
 
 @pytest.fixture(scope="module")
-def offline():
-    llm = LLM(**ENGINE)
-    yield lambda requests, **keys: [output.embedding for output in llm.embed(requests, use_tqdm=False, **keys)]
-    llm.exit()
+def offline(bundled_llm):
+    return lambda requests, **keys: [one.embedding for one in bundled_llm.embed(requests, use_tqdm=False, **keys)]
 
 
 def embed(app, **keys) -> dict:
