@@ -159,7 +159,7 @@ def test_any_request_for_embeddings_is_served_or_refused(app, given, messages, k
 
 
 @BOUNDED
-@given(body=values, path=st.sampled_from([CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS, "/tokenize", "/detokenize"]))
+@given(body=values, path=st.sampled_from([*LIMITS]))
 def test_any_json_is_refused(app, body, path):
     check(app, path, body)
 
@@ -173,22 +173,7 @@ def test_any_bytes_are_refused(app, body):
 
 
 @pytest.mark.spawns
-@pytest.mark.parametrize(
-    "path",
-    [
-        CHAT,
-        COMPLETIONS,
-        RESPONSES,
-        EMBEDDINGS,
-        "/tokenize",
-        "/detokenize",
-        "/v1/models",
-        "/v1/models/{model}",
-        "/health",
-        "/metrics",
-        "/version",
-    ],
-)
+@pytest.mark.parametrize("path", [*LIMITS, "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/version"])
 def test_responses_match_the_openapi_schema(running, path):
     operations = schemathesis.openapi.from_url(f"{running.url}/openapi.json")[path]
     [operation] = operations.values()

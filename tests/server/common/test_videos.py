@@ -121,9 +121,7 @@ def test_a_conversation_about_a_video_continues_from_the_cache(client, clip):
     ids=str,
 )
 def test_options_of_a_part_are_those_of_qwen_vl_utils(client, bundled_llm, clip, options):
-    expected = offline(
-        bundled_llm, {"type": "video", "video": str(clip), **options}, QUESTION, max_tokens=4
-    )
+    expected = offline(bundled_llm, {"type": "video", "video": str(clip), **options}, QUESTION, max_tokens=4)
     answer = create(client, video_part(video_uri(clip), **options), QUESTION, max_tokens=4)
     assert answer.choices[0].message.content == expected.text
     assert answer.usage.prompt_tokens_details.model_dump()["video_tokens"] == expected.num_video_tokens
