@@ -1,16 +1,16 @@
 """Requests that the server refuses."""
 
-import json
-
 from fastapi import FastAPI
 
 from tests.helpers.serving.server import call, error_of
 
+JSON = {"Content-Type": "application/json"}
+
 
 def refusal(app: FastAPI, path: str, body: object, status: int = 400) -> dict:
     """The error of a request that is refused with this status; bytes are sent as they are."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = call(app, "POST", path, content=data, headers={"Content-Type": "application/json"})
+    sent = {"content": body, "headers": JSON} if isinstance(body, bytes) else {"json": body}
+    answer = call(app, "POST", path, **sent)
     assert answer.status_code == status, answer.text
     return error_of(answer)
 

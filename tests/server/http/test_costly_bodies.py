@@ -39,10 +39,7 @@ from tests.helpers.serving.server import (
     make_app,
     user,
 )
-from tests.server.refusals import check_refusal, refusal
-
-JSON = {"Content-Type": "application/json"}
-
+from tests.server.refusals import JSON, check_refusal, refusal
 
 def function(name: str = "f", **schema) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **schema}}}
