@@ -5,17 +5,7 @@ import pytest
 from mmvllm.server.common import media
 from mmvllm.server.common.media import MediaStore
 from tests.helpers.media.videos import make_clip
-from tests.helpers.serving.server import (
-    CHAT,
-    SCENES,
-    answered,
-    call,
-    chat,
-    data_uri,
-    image_part,
-    make_app,
-    video_uri,
-)
+from tests.helpers.serving.server import CHAT, SCENES, answered, call, chat, data_uri, image_part, make_app, video_uri
 from tests.server.refusals import refusal
 
 IMAGE = data_uri(SCENES[4])

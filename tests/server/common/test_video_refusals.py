@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmvllm.cli.media import OPTIONS
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.media.policy import MediaPolicy
 from mmvllm.models.folder import BUNDLED
@@ -133,11 +132,6 @@ def test_a_video_that_the_policy_does_not_allow_is_refused(engine, app, clip, tm
     assert longer["param"] == URL and "lasts 3 s, more than 2 s" in longer["message"]
     other = refused(app, video_part(video_uri(make_clip(tmp_path / "a.mp4", codec="mpeg2video"))))
     assert other["param"] == URL and "codec mpeg2video is not accepted" in other["message"]
-
-
-def test_an_error_names_the_option_of_the_command(engine, clip):
-    app = make_app(engine, media=MediaPolicy(max_video_bytes=100), media_names=OPTIONS)
-    assert refused(app, video_part(clip))["message"].endswith(" (see --max-video-bytes)")
 
 
 @pytest.mark.spawns

@@ -41,6 +41,7 @@ from tests.helpers.serving.server import (
 )
 from tests.server.refusals import JSON, check_refusal, refusal
 
+
 def function(name: str = "f", **schema) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **schema}}}
 

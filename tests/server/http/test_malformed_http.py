@@ -9,14 +9,7 @@ import pytest
 from mmvllm.server.http import parser
 from mmvllm.server.http.parser import MalformedRequest, StrictConnection, check_head
 from tests.helpers.needs import needs
-from tests.helpers.serving.server import (
-    COMPLETIONS,
-    completion,
-    head,
-    post,
-    receive_all,
-    receive_until,
-)
+from tests.helpers.serving.server import COMPLETIONS, completion, head, post, receive_all, receive_until
 
 pytestmark = pytest.mark.thinned
 

@@ -14,7 +14,7 @@ from mmvllm.cli.main import main
 from mmvllm.models.folder import BUNDLED
 from tests.helpers.engine.data_parallel import DATA_PARALLEL
 from tests.helpers.models.adapters import make_adapter
-from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, call, chat, make_app
+from tests.helpers.serving.server import CHAT, COMPLETIONS, ENGINE, RESPONSES, TOKENIZE, answered, call, chat, make_app
 from tests.server.refusals import check_refusal, refusal
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -36,56 +36,46 @@ def engine():
     asyncio.run(engine.shutdown(drain=False))
 
 
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
 def text_of(app, model: str) -> str:
-    body = chat("Describe the shapes.", temperature=0, max_tokens=12, ignore_eos=True) | {"model": model}
-    answer = call(app, "POST", CHAT, json=body).json()
+    answer = answered(app, CHAT, chat("Describe the shapes.", max_tokens=12, **GREEDY) | {"model": model})
     assert answer["model"] == model
     return answer["choices"][0]["message"]["content"]
 
 
 def completion_of(app, model: str) -> str:
-    body = {"model": model, "prompt": ["A red", "A red"], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    first, second = call(app, "POST", COMPLETIONS, json=body).json()["choices"]
+    body = {"model": model, "prompt": ["A red", "A red"], "max_tokens": 8, **GREEDY}
+    first, second = answered(app, COMPLETIONS, body)["choices"]
     assert first["text"] == second["text"]
     return first["text"]
 
 
-def test_adapters_are_models(engine, adapters):
-    app = make_app(engine, lora_modules=adapters)
-    listed = call(app, "GET", "/v1/models").json()["data"]
-    assert [(card["id"], card["parent"]) for card in listed] == [
-        ("bundled", None),
-        ("first", "bundled"),
-        ("second", "bundled"),
-    ]
-    assert call(app, "GET", "/v1/models/second").json()["parent"] == "bundled"
-    for answer in (text_of, completion_of):
-        assert len({answer(app, model) for model in ("bundled", "first", "second")}) == 3
-    unknown = chat("Hello") | {"model": "third"}
-    check_refusal(app, CHAT, unknown, "model", "served: 'bundled' and 'first' and 'second'")
+def response_of(app, model: str) -> str:
+    body = {"model": model, "input": "Describe the shapes.", "max_output_tokens": 12, **GREEDY}
+    answer = answered(app, RESPONSES, body)
+    assert answer["model"] == model
+    return answer["output"][0]["content"][0]["text"]
 
 
-def test_every_route_takes_adapters_as_models(engine, caplog, tmp_path):
+def test_every_route_takes_adapters_as_models(engine, adapters, caplog):
     caplog.set_level(logging.INFO, "mmvllm.requests")  # and as it was, afterwards
-    folder = make_adapter(tmp_path / "first", BUNDLED, 2, target_modules="all-linear", spread=0.5)
-    app = make_app(engine, lora_modules={"first": str(folder)}, log_requests="facts")
-    texts = []
-    for model in ("bundled", "first"):
-        body = {"model": model, "input": "Describe the shapes.", "temperature": 0, "max_output_tokens": 12}
-        answer = call(app, "POST", "/v1/responses", json=body).json()
-        assert answer["model"] == model
-        texts.append(answer["output"])
-        assert call(app, "POST", "/tokenize", json={"model": model, "prompt": "A red"}).status_code == 200
-        assert call(app, "POST", "/detokenize", json={"model": model, "tokens": [1]}).status_code == 200
-    assert texts[0][0]["content"] != texts[1][0]["content"]
+    app, names = make_app(engine, lora_modules=adapters, log_requests="facts"), ["bundled", "first", "second"]
+    listed = call(app, "GET", "/v1/models").json()["data"]
+    parents = [None, "bundled", "bundled"]
+    assert [(card["id"], card["parent"]) for card in listed] == [*zip(names, parents, strict=True)]
+    assert call(app, "GET", "/v1/models/second").json()["parent"] == "bundled"
+    for answer in (text_of, completion_of, response_of):
+        assert len({answer(app, model) for model in names}) == 3
     logged = [record.getMessage() for record in caplog.records if record.name == "mmvllm.requests"]
-    assert ['"model": "first"' in line for line in logged] == [False, True]
-    for path, given in (
-        ("/v1/responses", {"input": "x"}),
-        ("/tokenize", {"prompt": "x"}),
-        ("/detokenize", {"tokens": [1]}),
-    ):
-        check_refusal(app, path, {"model": "third"} | given, "model", "'first'")
+    assert [line.count(f'"model": "{name}"') for line, name in zip(logged, names * 3, strict=True)] == [1] * 9
+    counted = ((TOKENIZE, {"prompt": "A red"}), ("/detokenize", {"tokens": [1]}))
+    for path, body in counted:
+        answered(app, path, body | {"model": "first"})
+    for path, body in (*counted, (CHAT, chat("Hello")), (RESPONSES, {"input": "x"})):
+        words = "served: 'bundled' and 'first' and 'second'"
+        check_refusal(app, path, body | {"model": "third"}, "model", words)
 
 
 def test_adapters_are_loaded_and_unloaded(engine, adapters):

@@ -11,17 +11,7 @@ from mmvllm.server.responses import store as store_module
 from mmvllm.server.responses.as_chat import messages_of
 from mmvllm.server.responses.protocol import ITEMS
 from mmvllm.server.responses.store import ResponseStore
-from tests.helpers.serving.server import (
-    CHAT,
-    RESPONSES,
-    answered,
-    call,
-    chat,
-    data_uri,
-    image_part,
-    make_app,
-    user,
-)
+from tests.helpers.serving.server import CHAT, RESPONSES, answered, call, chat, data_uri, image_part, make_app, user
 from tests.server.refusals import check_refusal, refusal
 
 INCLUDE = ["message.output_text.logprobs"]
