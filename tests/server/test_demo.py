@@ -1,7 +1,5 @@
 """The demo page and the API on the same engine."""
 
-import asyncio
-
 import pytest
 
 from mmvllm.entrypoints.async_llm import AsyncLLM
@@ -15,10 +13,8 @@ pytest.importorskip("gradio")
 @pytest.fixture(scope="module")
 @needs("network")
 def with_demo():
-    engine = AsyncLLM(**ENGINE)
-    with serving(engine, demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
+    with serving(AsyncLLM(**ENGINE), demo=True, api_keys=("secret",), max_body_bytes=1000) as running:
         yield running
-    asyncio.run(engine.shutdown(drain=False))
 
 
 @pytest.mark.spawns

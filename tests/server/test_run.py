@@ -19,11 +19,9 @@ from mmvllm.cli.main import main
 from mmvllm.cli.ports import listen
 from mmvllm.entrypoints.async_llm import AsyncLLM
 from mmvllm.server.settings import ServerSettings
-from tests.helpers.engine.engines import slow_steps
 from tests.helpers.needs import needs
 from tests.helpers.serving.server import (
     CHAT,
-    ENGINE,
     LONG,
     SCENES,
     chat,
@@ -38,10 +36,8 @@ from tests.helpers.serving.server import (
 
 @pytest.fixture
 @needs("network")
-def own_engine():
-    engine = slow_steps(AsyncLLM(**ENGINE))
-    yield engine
-    asyncio.run(engine.shutdown(drain=False))
+def own_engine(make_engine) -> AsyncLLM:
+    return make_engine()
 
 
 def stop(running) -> None:
