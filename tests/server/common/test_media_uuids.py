@@ -53,6 +53,13 @@ def test_an_image_may_be_named_and_shown_again_in_one_request(app):
 
 
 @pytest.mark.spawns
+def test_images_that_are_kept_count_with_the_bytes_of_requests(engine):
+    app = make_app(engine, max_bodies_bytes=2 * len(IMAGE) + 1000)
+    text_of(app, by_name("a", image_url={"url": IMAGE}))
+    assert refusal(app, CHAT, asked(*[by_name("a")] * 5), 429)["code"] == "engine_busy"
+
+
+@pytest.mark.spawns
 def test_a_video_is_named_once(app, tmp_path):
     named = {"type": "video_url", "uuid": "clip"}
     uri = video_uri(make_clip(tmp_path / "a.mp4", 24))
