@@ -210,6 +210,7 @@ def test_the_demo_needs_its_extra(monkeypatch, capsys):
         (["--api-key", "ok", "secr\x0bet"], "--api-key must be a key of printable ASCII characters"),
         (["--cors-origin", "example.org"], "--cors-origin: 'example.org' is not an origin"),
         (["--cors-origin", "https://example.org/"], "is not an origin"),
+        (["--image-timeout", "0"], "'0' is not a number of seconds above 0"),
         (["--drain-timeout", "soon"], "'soon' is not a number of seconds"),
     ],
 )
