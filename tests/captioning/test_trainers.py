@@ -152,7 +152,8 @@ def test_a_text_that_cannot_be_read_is_a_failure_that_can_be_retried(folder, llm
     (folder / "d.txt").mkdir()
     options = {"context_from": ".txt", "output": tmp_path / "out.jsonl"}
     errors = {name: record["error"] for name, record in run(folder, llm, **options).items()}
-    assert errors["a"] == f"{folder}/a.txt: the context is not UTF-8 text"
+    reason = "it is text neither in UTF-8 nor in UTF-16 with a byte order mark; save it as UTF-8"
+    assert errors["a"] == f"{folder}/a.txt: the context cannot be read ({reason})"
     for name, reason in {"b": "a device or a pipe", "c": "more than 65536", "d": "it is a folder"}.items():
         assert "the context cannot be read (" in errors[name] and reason in errors[name]
     (folder / "a.txt").write_text("fixed")
