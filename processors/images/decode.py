@@ -54,8 +54,8 @@ def decode(
     """Return a new upright RGB image; raises ImageError, which references neither image data nor other exceptions."""
     try:
         if isinstance(source, bytes):
-            decode_one = partial(_decode_bytes, max_pixels=max_pixels, reserve=reserve, draft=draft)
-            return _decode_whole(source, partial(decode_one, formats=readable_formats(formats)), accept_truncated)
+            own = {"max_pixels": max_pixels, "reserve": reserve, "formats": readable_formats(formats), "draft": draft}
+            return _decode_whole(source, partial(_decode_bytes, **own), accept_truncated)
         return _decode_image(source, max_pixels, reserve)
     except UnidentifiedImageError:
         reason = _unidentified(source, formats)

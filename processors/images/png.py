@@ -25,41 +25,34 @@ def essential_chunks(data: bytes) -> bytes:
     A file that ends early is returned up to its end, which Pillow reports unless it has all pixels.
     """
     kept, texts = [(0, len(PNG_MAGIC))], _OrientationTexts()
-    for start, end, kind in _chunks(data):
+    for start, end, kind, is_complete in _chunks(data):
         is_critical = not kind[0] & 0x20
         if not is_critical and kind not in _NEEDED and not texts.takes(kind, memoryview(data)[start + 8 : end - 4]):
             continue
-        if not _is_intact(data, start, end):
-            if is_critical:
+        if not is_complete or zlib.crc32(memoryview(data)[start + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
+            if not is_critical:
+                continue
+            if is_complete:
                 name = kind.decode("latin-1")
                 raise RefusedImage(f"cannot be decoded, damaged or truncated (its {name} chunk has a wrong checksum)")
-            continue
         if kept[-1][1] == start:
             start = kept.pop()[0]
         kept.append((start, end))
     return data if kept == [(0, len(data))] else b"".join(memoryview(data)[start:end] for start, end in kept)
 
 
-def _chunks(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (start, end, type) of each chunk up to the last one of an image, or up to one that is incomplete."""
+def _chunks(data: bytes) -> Iterator[tuple[int, int, bytes, bool]]:
+    """Yield (start, end, type, whether it is complete) of each chunk, up to the last one or an incomplete one."""
     at, most = len(PNG_MAGIC), MAX_CHUNKS + len(data) // 1024
     for _ in range(most):
         if at + 8 > len(data):
             return
         length, kind = struct.unpack_from(">I4s", data, at)
         start, at = at, at + 12 + length
-        yield start, min(at, len(data)), kind
+        yield start, min(at, len(data)), kind, at <= len(data)
         if kind == b"IEND" or at > len(data):
             return
     raise RefusedImage(f"is a PNG of more than {most:,} chunks; save it again with larger ones")
-
-
-def _is_intact(data: bytes, start: int, end: int) -> bool:
-    """Return whether a chunk's checksum is right; True for a chunk that is incomplete."""
-    (length,) = struct.unpack_from(">I", data, start)
-    if end - start < 12 + length:
-        return True
-    return zlib.crc32(memoryview(data)[start + 4 : end - 4]) == int.from_bytes(data[end - 4 : end])
 
 
 class _OrientationTexts:

@@ -177,11 +177,8 @@ class Endpoint:
 
     def _refusal(self, answer: "_Answer") -> str:
         """Return the status, and the server's error message if it has a known form."""
-        try:
-            error = _error_in(answer.json())
-        except ValueError:
-            error = None
-        return f"HTTP {answer.status_code}, {self._shown(answer.reason_phrase if error is None else error.message)}"
+        message = answer.reason_phrase if answer.error is None else answer.error.message
+        return f"HTTP {answer.status_code}, {self._shown(message)}"
 
     def _shown(self, message: str) -> str:
         return printable(self._hidden(message)[:300])
@@ -245,10 +242,7 @@ class Endpoint:
 
     def _leaves_out(self, answer: "_Answer", sent: dict[str, Any]) -> bool:
         """Return whether the server refuses an optional field, which is left out, or renamed, from now on."""
-        try:
-            error = _error_in(answer.json())
-        except ValueError:
-            return False
+        error = answer.error
         if error is None or not _UNSUPPORTED.search(f"{error.code} {error.message}"):
             return False
         optional = [name for name in _OPTIONAL if name in sent]
@@ -337,6 +331,14 @@ class _Answer:
         """Parse the content; raises ValueError if it is not JSON, or has too many values."""
         check_json_size(self.content, self.size * MAX_VALUES)
         return parse_json(self.content)
+
+    @property
+    def error(self) -> "_Error | None":
+        """The error in the content, or None."""
+        try:
+            return _error_in(self.json())
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,16 @@
 """Image files built byte by byte, and the pixels loaded from them."""
 
 import struct
+import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
+from PIL import Image
 
+from mmvllm.processors.images import decode
 from mmvllm.processors.images.load import load_image
 
 # How a viewer transforms the stored (height, width, 3), by the EXIF standard's definition of each orientation.
@@ -25,6 +31,17 @@ def levels(source) -> np.ndarray:
     loaded = load_image(source)
     assert loaded.mode == "RGB"
     return np.asarray(loaded)
+
+
+@contextmanager
+def without_plugin(module: str, format: str) -> Iterator[None]:
+    """As if a package from which Pillow has a format were not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module, None)
+        patch.delitem(Image.OPEN, format, raising=False)
+        decode._formats.cache_clear()
+        yield
+    decode._formats.cache_clear()
 
 
 def exif(*tags: tuple[int, int, bytes]) -> bytes:

@@ -1,23 +1,20 @@
 """HEIC and HEIF are read with the extra `heif`, turned upright once; without it the message says what to install."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from pillow_heif import register_heif_opener
 
 from mmvllm.captioning.sources.find import find_items
 from mmvllm.demo.images import UploadedImage, UploadError
 from mmvllm.errors import ImageError
 from mmvllm.media.policy import MediaPolicy
-from mmvllm.processors.images import decode
 from mmvllm.processors.images.load import load_image
 from mmvllm.processors.videos.load import DIRECT, Load
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.images import encode
-from tests.helpers.media.loading import UPRIGHT, exif, levels, rotated
+from tests.helpers.media.loading import UPRIGHT, exif, levels, rotated, without_plugin
 
 
 def heif(orientation: int = 1, mode: str = "RGB", **options) -> bytes:
@@ -33,12 +30,9 @@ def distance(image: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.fixture
-def without_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
-    decode._formats.cache_clear()
-    yield
-    decode._formats.cache_clear()
+def without_package():
+    with without_plugin("pillow_heif", "HEIF"):
+        yield
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)

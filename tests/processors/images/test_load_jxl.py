@@ -1,7 +1,5 @@
 """JPEG XL is read with the extra `jxl`; without it the message says what to install."""
 
-import sys
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -15,7 +13,7 @@ from mmvllm.processors.images.load import load_image
 from mmvllm.processors.images.scan import needs_limits
 from tests.helpers.engine.requests import noise_image
 from tests.helpers.media.images import encode
-from tests.helpers.media.loading import exif, rotated
+from tests.helpers.media.loading import exif, rotated, without_plugin
 
 IMAGE = noise_image(96, 64, seed=3)
 
@@ -26,12 +24,9 @@ def jxl(image: Image.Image = IMAGE, **options) -> bytes:
 
 
 @pytest.fixture
-def without_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pillow_jxl", None)
-    monkeypatch.delitem(Image.OPEN, "JXL", raising=False)
-    decode._formats.cache_clear()
-    yield
-    decode._formats.cache_clear()
+def without_package():
+    with without_plugin("pillow_jxl", "JXL"):
+        yield
 
 
 @pytest.mark.parametrize("container", [False, True])

@@ -128,6 +128,12 @@ def test_a_cut_after_the_pixels_does_not_matter():
     assert load_image(PNG[:-12]).tobytes() == load_image(PNG).tobytes()
 
 
+@pytest.mark.parametrize("name", ["EXIF", "text", "compressed text", "XMP"])
+def test_a_cut_in_a_chunk_with_the_orientation_does_not_matter(name):
+    data = PNG[:-12] + ORIENTATION[name]
+    assert load_image(data[:-7]).tobytes() == load_image(PNG).tobytes()
+
+
 def test_transparency_is_kept_if_its_checksum_is_right():
     image = Image.new("L", (8, 8), 7)
     data = encode(image, "PNG", transparency=7)
